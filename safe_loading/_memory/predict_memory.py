@@ -36,6 +36,7 @@ from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
+from .trace.rollout import with_rollout
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
@@ -222,9 +223,12 @@ def _traces(
         def trace(work: Workload) -> StepTrace:
             return trace_step(model, work, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
 
+        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        if workload.generated_rows:
+            generation = trace_two_ends(workload.rollout, trace, encoder_decoder=encodes)
+            return {0: with_rollout(trace(workload), generation)}
         if not workload.new_tokens:
             return {0: trace(workload)}
-        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
     _refuse_spread(spread, workload)
     if is_stage_3(spread):
@@ -242,6 +246,11 @@ def _refuse_spread(spread: Spread, workload: Workload) -> None:
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
         raise ArgumentError(f"{spread} leaves the ranks open: pass a number, or let fewest_ranks find it.")
+    if workload.completion_length:
+        raise ArgumentError(
+            f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
+            f"{workload.replace(completion_length=0, generated_rows=0, old_log_probs=False, fused_lm_head=False)}."
+        )
     if workload.fused_lm_head:
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."

@@ -19,6 +19,7 @@ from safe_loading._core.thread_patches import patched
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
+from .grpo_step import OUTPUTS as GRPO_OUTPUTS
 from .inputs import engine_model
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # which SFTTrainer asks for
@@ -35,7 +36,7 @@ def with_fused_lm_head(model: torch.nn.Module, workload: Workload) -> Iterator[N
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     own = vars(base).get("forward")
     with fused_stand_ins():
-        utils.add_fused_lm_head(base, outputs=OUTPUTS)
+        utils.add_fused_lm_head(base, outputs=GRPO_OUTPUTS if workload.completion_length else OUTPUTS)
         try:
             yield
         finally:

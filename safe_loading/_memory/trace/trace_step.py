@@ -118,6 +118,7 @@ def trace_step(
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
+        alike = alike and not workload.completion_length  # as its samples are scored
         if alike and spread is None and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
                 return _traced(model, options, skip_layers=True)
