@@ -8,13 +8,14 @@ import inspect
 import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from safe_loading.errors import ArgumentError
 
 from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
+from .workload_problems import problems_of_flags, problems_of_grpo
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -26,15 +27,7 @@ AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_FLAGS = (
-    "gradient_checkpointing",
-    "labels",
-    "activation_offload",
-    "use_cache",
-    "fused_lm_head",
-    "old_log_probs",
-    "do_sample",
-)
+_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "generated_rows")
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +49,7 @@ class Workload:
         labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
         activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
         use_cache: Whether the model fills its cache in training too.
-        fused_lm_head: Whether trl's fused LM head computes the loss, without logits.
+        fused_lm_head: Whether trl's fused LM head computes the loss, without logits; or ``"liger"``.
         completion_length: Of GRPO: tokens of each row that were generated, the last ones; 0 for other trainings.
         generated_rows: Of GRPO: rows that the model itself generates before it is trained on them; 0 for vLLM.
         old_log_probs: Of GRPO: whether the policy scores the samples before it is trained on them.
@@ -75,7 +68,7 @@ class Workload:
     labels: bool = True
     activation_offload: bool = False
     use_cache: bool = False
-    fused_lm_head: bool = False
+    fused_lm_head: bool | Literal["liger"] = False
     new_tokens: int = 0
     reference: Reference | None = None
     completion_length: int = 0
@@ -148,7 +141,7 @@ class Workload:
         labels: bool = True,
         activation_offload: bool = False,
         use_cache: bool = False,
-        fused_lm_head: bool = False,
+        fused_lm_head: bool | Literal["liger"] = False,
         reference: Reference | None = None,
         completion_length: int = 0,
         generated_rows: int = 0,
@@ -178,7 +171,8 @@ class Workload:
                 switches that off; in a loop of your own, ``model(**batch)`` does it unless
                 ``model.config.use_cache`` is False or the model checkpoints.
             fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
-                GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run.
+                GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run. ``"liger"`` is
+                Liger's fused linear cross entropy, by the chunks of its source.
             reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
                 copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
                 with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
@@ -378,21 +372,6 @@ def _class_in(package: str, name: str) -> type[Any]:
     return found
 
 
-def _problems_of_grpo(workload: Workload) -> list[str]:
-    """Return the problems of a step of GRPO, whose rows are prompts with their completions."""
-    if not workload.completion_length:
-        extra = workload.generated_rows or workload.old_log_probs
-        return ["generated_rows= and old_log_probs= are of GRPO: pass completion_length= too."] if extra else []
-    problems = []
-    if not workload.fused_lm_head:
-        problems.append("completion_length= is of GRPO in trl, which has a fused head: pass fused_lm_head=True.")
-    if workload.sequence_length and not workload.completion_length < workload.sequence_length:
-        problems.append(
-            f"completion_length={workload.completion_length!r}: fewer tokens than a row of {workload.sequence_length}."
-        )
-    return problems
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -404,7 +383,7 @@ def _checked(workload: Workload) -> Workload:
     problems: list[str] = []
     numbers: dict[str, Any] = {}
     written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least = {"decode_steps": 0, "new_tokens": 0, "completion_length": 0, "generated_rows": 0}
+    least = dict.fromkeys(_MAY_BE_ZERO, 0)
     for name in ("batch_size", "sequence_length", "gradient_accumulation_steps", *least):
         value, low = getattr(workload, name), least.get(name, 1)
         # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
@@ -423,11 +402,8 @@ def _checked(workload: Workload) -> Workload:
             f"decode_steps={numbers['decode_steps']}: each step is traced, and {MOST_DECODED} at most. The cache of a "
             f"long prompt is as large: pass context_length={length} and decode_steps={MOST_DECODED}."
         )
-    flags = {name: getattr(workload, name) for name in _FLAGS}
-    problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
-    if workload.fused_lm_head and workload.labels is False:
-        problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
-    problems += _problems_of_grpo(workload)
+    problems += problems_of_flags(workload)
+    problems += problems_of_grpo(workload)
     for name, words in (("reference", REFERENCES), ("autocast", AUTOCAST)):
         if getattr(workload, name) not in (None, *words):
             problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")

@@ -34,6 +34,7 @@ from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.liger_lm_head import NOTE as LIGER_NOTE
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.rollout import with_rollout
@@ -168,7 +169,7 @@ def predict_memory(
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
         phases=peaks_of_phases(trace, device, _PHASES, sum(workspaces)) if workload.kind == "generate" else {},
-        notes=(f"Context: {source}.", *_spread_notes(spread), *_scan_notes(of_scans), *made.notes, *trace.assumptions),
+        notes=(f"Context: {source}.", *_notes(workload, spread, of_scans), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
@@ -288,6 +289,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     """Whether FSDP2 or FSDP1 has sharded a model, so that a rank alone cannot run a step of it."""
     parameters = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return parameters or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _notes(workload: Workload, spread: Spread | None, scans: tuple[str, ...]) -> tuple[str, ...]:
+    of_liger = (LIGER_NOTE,) if workload.fused_lm_head == "liger" else ()
+    return (*_spread_notes(spread), *_scan_notes(scans), *of_liger)
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
