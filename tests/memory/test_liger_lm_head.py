@@ -28,7 +28,8 @@ def test_the_chunks_are_those_of_the_source(tokens: int, hidden: int, words: int
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_loss_keeps_its_gradients_and_the_logits_of_a_chunk(trained: bool) -> None:
-    model: Any = LlamaForCausalLM(LlamaConfig(**{**WIDE, "vocab_size": 4001})).to(torch.bfloat16).train()
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**WIDE, "vocab_size": 4001}))
+    model.to(torch.bfloat16).train()
     model.lm_head.requires_grad_(trained)
     trace = trace_step(model, STEP)
     hidden, words = WIDE["hidden_size"], 4001

@@ -46,8 +46,9 @@ class _Loss(torch.autograd.Function):
     """The allocations of the loss and its gradients; the kernel writes the gradient of the logits over them."""
 
     @staticmethod
-    def forward(ctx: Any, states: Any, weight: Any, target: Any, bias: Any) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
         """Make the gradients chunk by chunk; they are kept for the backward pass."""
+        states, weight, target, bias = args
         (tokens, hidden), words = states.shape, weight.shape[0]
         chunk = chunk_of(tokens, hidden, words)
         of_states = torch.zeros_like(states)
@@ -70,7 +71,7 @@ class _Loss(torch.autograd.Function):
         return torch.sum(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients, which the kernel multiplies in place."""
         of_states, of_weight, of_bias = ctx.saved_tensors
         return of_states, of_weight, None, of_bias
