@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+_DEEPEST = 2  # containers inside one another, such as a dict of lists
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+
 
 def unordered_modules(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Module]:
     """Yield the modules of a model in any order, one without children as often as it is registered.
@@ -48,3 +51,45 @@ def walk_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         for buffer in module._buffers.values():
             if buffer is not None:
                 yield buffer
+
+
+def hidden_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return all modules of the parts that a model holds past torch."""
+    import torch
+
+    parts = hidden_parts(model).values()
+    return [module for part in parts if isinstance(part, torch.nn.Module) for module in part.modules()]
+
+
+def hidden_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module | torch.nn.Parameter]:
+    """Return the modules and parameters that a model holds past torch, by their places: in a list, say.
+
+    They run with the model, and none of its ``parameters()``, ``state_dict()`` and ``to()`` sees them. A second name of
+    a registered module is none.
+    """
+    import torch
+
+    kinds = (torch.nn.Module, torch.nn.Parameter)
+
+    def held(value: object, place: str, depth: int) -> Iterator[tuple[str, torch.nn.Module | torch.nn.Parameter]]:
+        if isinstance(value, kinds):
+            yield place, value
+        elif depth and type(value) is dict:
+            for key, item in list(value.items()):
+                yield from held(item, f"{place}[{key!r}]", depth - 1)
+        elif depth and type(value) in (list, tuple):
+            for index, item in enumerate(value):  # type: ignore[arg-type]  # a list or a tuple
+                yield from held(item, f"{place}[{index}]", depth - 1)
+
+    own = {id(module) for module in unordered_modules(model)} | {id(p) for p in walk_parameters(model)}
+    found: dict[str, torch.nn.Module | torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            place = "" if name in _OF_TORCH else f"{path}.{name}".lstrip(".")
+            for where, part in held(value, place, _DEEPEST) if place else ():
+                # a module that holds the whole model is its surroundings
+                around = isinstance(part, torch.nn.Module) and any(m is model for m in unordered_modules(part))
+                if id(part) not in own and not around:
+                    own.add(id(part))
+                    found[where] = part
+    return found

@@ -6,15 +6,16 @@ import dataclasses
 import importlib
 import inspect
 import json
-import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from safe_loading.errors import ArgumentError
+
+from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
+from .workload_problems import problems_of_flags, problems_of_grpo
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -26,70 +27,7 @@ AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_FLAGS = ("gradient_checkpointing", "labels", "activation_offload", "use_cache", "fused_lm_head")
-
-
-@dataclass(frozen=True)
-class OptimizerRule:
-    """The state that one optimizer keeps for each trainable parameter."""
-
-    moments: int  # tensors of the parameter's shape
-    itemsize: int | None = None  # bytes of an element of a moment; None for the parameter's own dtype
-    source: str | None = None  # where the class is defined, as module:name; None when its step is not run
-    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that the class is made with
-    block: int = 0  # elements that share one float32 statistic, for moments that are quantized in blocks
-    factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
-    paged: bool = False  # whether large moments are in pages that the driver moves to the host
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> int:
-        """Return the bytes of state of one trainable parameter, step counters left out.
-
-        The Trainer keeps the moments of embeddings in 32 bits where others have 8.
-        """
-        count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
-        in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
-        if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
-            return 0 if in_pages else self.moments * count * 4
-        if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
-            return self.moments * (count * width * (not in_pages) + math.ceil(count / self.block) * 4)
-        if in_pages:
-            return 0
-        if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
-            return (count // shape[-1] + count // shape[-2]) * width
-        return (self.moments or int(self.factored)) * count * width
-
-
-_FUSED = (("fused", True),)
-# FakeTensorMode has no shape rule for torch's fused SGD; the loop over single tensors takes the same memory
-_ONE_BY_ONE = (("foreach", False),)
-OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
-    {
-        # fused as transformers' Trainer has it by default ("adamw_torch_fused")
-        "adamw": OptimizerRule(2, source="torch.optim:AdamW", options=_FUSED),
-        "adam": OptimizerRule(2, source="torch.optim:Adam", options=_FUSED),
-        # torch's own default on an accelerator; its step takes one more copy of the parameters for a while
-        "adamw_foreach": OptimizerRule(2, source="torch.optim:AdamW", options=(("foreach", True),)),
-        "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
-        "lion": OptimizerRule(1),
-        "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
-        "lion_32bit": OptimizerRule(1, itemsize=4),  # as the Trainer's
-        "paged_adamw_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True),
-        "paged_adamw_32bit": OptimizerRule(2, itemsize=4, paged=True),
-        "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
-        "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
-        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
-        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop"),
-        # transformers' class, which computes and keeps in float32
-        "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
-        "none": OptimizerRule(0),
-    }
-)
-_ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
-    "adamw_torch": "adamw_foreach",
-    "adamw_torch_fused": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw": "paged_adamw_32bit",
-}
+_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "generated_rows")
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +49,11 @@ class Workload:
         labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
         activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
         use_cache: Whether the model fills its cache in training too.
-        fused_lm_head: Whether trl's fused LM head computes the loss, without logits.
+        fused_lm_head: Whether trl's fused LM head computes the loss, without logits; or ``"liger"``.
+        completion_length: Of GRPO: tokens of each row that were generated, the last ones; 0 for other trainings.
+        generated_rows: Of GRPO: rows that the model itself generates before it is trained on them; 0 for vLLM.
+        old_log_probs: Of GRPO: whether the policy scores the samples before it is trained on them.
+        do_sample: Whether tokens are drawn by their probabilities, which are then kept beside the scores.
     """
 
     kind: Kind
@@ -126,9 +68,13 @@ class Workload:
     labels: bool = True
     activation_offload: bool = False
     use_cache: bool = False
-    fused_lm_head: bool = False
+    fused_lm_head: bool | Literal["liger"] = False
     new_tokens: int = 0
     reference: Reference | None = None
+    completion_length: int = 0
+    generated_rows: int = 0
+    old_log_probs: bool = False
+    do_sample: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -144,6 +90,7 @@ class Workload:
         autocast: str | None = None,
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
         new_tokens: int = 0,
+        do_sample: bool = False,
     ) -> Workload:
         """A prompt of `context_length` tokens, then one step of one token, with the model's own cache.
 
@@ -163,6 +110,7 @@ class Workload:
             new_tokens: How many tokens are written after a prompt of `context_length`, as ``max_new_tokens`` says to
                 ``generate()``: the last of them is written with a cache of all the others. `decode_steps` does not
                 count then. Not for models that read a prompt with an encoder.
+            do_sample: As for ``generate()``: the probabilities of each token are there until the next one's.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown dtype.
@@ -176,6 +124,7 @@ class Workload:
                 autocast=autocast,
                 adapter=adapter,
                 new_tokens=new_tokens,
+                do_sample=do_sample,
             )
         )
 
@@ -192,8 +141,11 @@ class Workload:
         labels: bool = True,
         activation_offload: bool = False,
         use_cache: bool = False,
-        fused_lm_head: bool = False,
+        fused_lm_head: bool | Literal["liger"] = False,
         reference: Reference | None = None,
+        completion_length: int = 0,
+        generated_rows: int = 0,
+        old_log_probs: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -219,11 +171,15 @@ class Workload:
                 switches that off; in a loop of your own, ``model(**batch)`` does it unless
                 ``model.config.use_cache`` is False or the model checkpoints.
             fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
-                GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run.
+                GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run. ``"liger"`` is
+                Liger's fused linear cross entropy, by the chunks of its source.
             reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
                 copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
                 with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
                 preferences is two rows; of KTO's rows with other completions the longest counts as well.
+            completion_length: Of GRPO, as `grpo` makes it: the last tokens of each row, which were generated.
+            generated_rows: Of GRPO: the rows that the model generates itself before the step.
+            old_log_probs: Of GRPO: whether the model scores them before it is trained on them.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -234,7 +190,7 @@ class Workload:
                 cast("int", batch_size),
                 cast("int", sequence_length),
                 gradient_checkpointing=gradient_checkpointing,
-                optimizer=_ALIASES.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
+                optimizer=ALIASES.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
                 adapter=adapter,
                 autocast=autocast,
                 gradient_accumulation_steps=gradient_accumulation_steps,
@@ -243,7 +199,78 @@ class Workload:
                 use_cache=use_cache,
                 fused_lm_head=fused_lm_head,
                 reference=reference,
+                completion_length=completion_length,
+                generated_rows=generated_rows,
+                old_log_probs=old_log_probs,
             )
+        )
+
+    @staticmethod
+    def grpo(
+        batch_size: int,
+        prompt_length: int,
+        completion_length: int,
+        gradient_checkpointing: bool = False,
+        optimizer: str | type = "adamw",
+        adapter: PeftConfig | str | os.PathLike[str] | None = None,
+        *,
+        generated_rows: int | None = None,
+        old_log_probs: bool = False,
+        reference: Reference | None = None,
+        autocast: str | None = None,
+        gradient_accumulation_steps: int = 1,
+    ) -> Workload:
+        """A step of GRPO in trl since 1.16: samples are generated, scored in micro-batches, and trained on.
+
+        It is a training step of ``prompt_length + completion_length`` tokens a row by trl's fused LM head.
+
+        Args:
+            batch_size: Rows of a micro-batch on one device (``per_device_train_batch_size``); each is one completion.
+            prompt_length: Tokens of the longest prompt.
+            completion_length: Tokens of the longest completion (``max_completion_length``).
+            gradient_checkpointing: As for `train`; what runs without a graph is not checkpointed.
+            optimizer: As for `train`.
+            adapter: As for `train`.
+            generated_rows: Rows that the model generates at once on one device: ``per_device_train_batch_size`` times
+                ``steps_per_generation``. None takes trl's default, those of one optimizer step; 0 is for vLLM.
+            old_log_probs: Whether the samples are scored by the policy too: with vLLM they are, and where samples are
+                used for more than one optimizer step.
+            reference: As for `train`; None with ``beta=0.0``, which is trl's default.
+            autocast: As for `train`.
+            gradient_accumulation_steps: As for `train`.
+
+        Raises:
+            ArgumentError: A number that is not a positive integer, or an unknown name.
+        """
+        numbers = {"batch_size": batch_size, "prompt_length": prompt_length, "completion_length": completion_length}
+        wrong = [f"{name}={value!r}" for name, value in numbers.items() if not _is_count(value)]
+        if wrong:
+            raise ArgumentError("Workload.grpo needs integers, 1 or more:", wrong)
+        return Workload.train(
+            batch_size,
+            prompt_length + completion_length,
+            gradient_checkpointing,
+            optimizer,
+            adapter,
+            autocast=autocast,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            fused_lm_head=True,
+            reference=reference,
+            completion_length=completion_length,
+            generated_rows=batch_size * gradient_accumulation_steps if generated_rows is None else generated_rows,
+            old_log_probs=old_log_probs,
+        )
+
+    @property
+    def rollout(self) -> Workload:
+        """The generation of GRPO's samples, as a workload of its own."""
+        return Workload.generate(
+            self.generated_rows,
+            self.sequence_length - self.completion_length,
+            new_tokens=self.completion_length,
+            autocast=self.autocast,
+            adapter=self.adapter,
+            do_sample=True,
         )
 
     @property
@@ -345,6 +372,10 @@ def _class_in(package: str, name: str) -> type[Any]:
     return found
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _checked(workload: Workload) -> Workload:
     """Return the workload with its numbers as ``int``, or raise an error that lists everything wrong with it."""
     if workload.kind == "weights_only":
@@ -352,8 +383,8 @@ def _checked(workload: Workload) -> Workload:
     problems: list[str] = []
     numbers: dict[str, Any] = {}
     written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least = {"decode_steps": 0, "new_tokens": 0}
-    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps", "new_tokens"):
+    least = dict.fromkeys(_MAY_BE_ZERO, 0)
+    for name in ("batch_size", "sequence_length", "gradient_accumulation_steps", *least):
         value, low = getattr(workload, name), least.get(name, 1)
         # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
         try:
@@ -371,10 +402,8 @@ def _checked(workload: Workload) -> Workload:
             f"decode_steps={numbers['decode_steps']}: each step is traced, and {MOST_DECODED} at most. The cache of a "
             f"long prompt is as large: pass context_length={length} and decode_steps={MOST_DECODED}."
         )
-    flags = {name: getattr(workload, name) for name in _FLAGS}
-    problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
-    if workload.fused_lm_head and workload.labels is False:
-        problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
+    problems += problems_of_flags(workload)
+    problems += problems_of_grpo(workload)
     for name, words in (("reference", REFERENCES), ("autocast", AUTOCAST)):
         if getattr(workload, name) not in (None, *words):
             problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")

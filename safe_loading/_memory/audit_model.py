@@ -85,6 +85,7 @@ CHECKS: tuple[Check, ...] = (
     dtypes_and_ties.check_quantized,
     dtypes_and_ties.check_dtypes,
     dtypes_and_ties.check_ties,
+    dtypes_and_ties.check_finite,
     kept_memory.check_kept,
     kept_memory.check_second_base,
     kept_memory.check_teachers,

@@ -34,8 +34,10 @@ from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.liger_lm_head import NOTE as LIGER_NOTE
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
+from .trace.rollout import with_rollout
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
@@ -167,7 +169,7 @@ def predict_memory(
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
         phases=peaks_of_phases(trace, device, _PHASES, sum(workspaces)) if workload.kind == "generate" else {},
-        notes=(f"Context: {source}.", *_spread_notes(spread), *_scan_notes(of_scans), *made.notes, *trace.assumptions),
+        notes=(f"Context: {source}.", *_notes(workload, spread, of_scans), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
@@ -222,9 +224,12 @@ def _traces(
         def trace(work: Workload) -> StepTrace:
             return trace_step(model, work, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
 
+        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        if workload.generated_rows:
+            generation = trace_two_ends(workload.rollout, trace, encoder_decoder=encodes)
+            return {0: with_rollout(trace(workload), generation)}
         if not workload.new_tokens:
             return {0: trace(workload)}
-        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
     _refuse_spread(spread, workload)
     if is_stage_3(spread):
@@ -242,6 +247,11 @@ def _refuse_spread(spread: Spread, workload: Workload) -> None:
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
         raise ArgumentError(f"{spread} leaves the ranks open: pass a number, or let fewest_ranks find it.")
+    if workload.completion_length:
+        raise ArgumentError(
+            f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
+            f"{workload.replace(completion_length=0, generated_rows=0, old_log_probs=False, fused_lm_head=False)}."
+        )
     if workload.fused_lm_head:
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
@@ -279,6 +289,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     """Whether FSDP2 or FSDP1 has sharded a model, so that a rank alone cannot run a step of it."""
     parameters = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return parameters or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _notes(workload: Workload, spread: Spread | None, scans: tuple[str, ...]) -> tuple[str, ...]:
+    of_liger = (LIGER_NOTE,) if workload.fused_lm_head == "liger" else ()
+    return (*_spread_notes(spread), *_scan_notes(scans), *of_liger)
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:

@@ -69,14 +69,14 @@ class HidingWrapper:
         """Return the starting point, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
         lines, start = [], "base"
         if isinstance(self.inside, (PeftModel, PeftMixedModel)):
-            lines.append(f"    model = wrapper{_accessed(self.inside_path)}")
+            lines.append(f"    model = wrapper{accessed(self.inside_path)}")
             start = "PeftModel"
         else:
             quantized = getattr(self.inside, "is_quantized", False)
             base = "prepare_model_for_kbit_training(base)" if quantized else "base"
             lines.append(f"    model = get_peft_model({base}, config)")
         lines += [
-            f"    model = attach_head(model, {free_name(self.inside, name)!r}, wrapper{_accessed(name)})"
+            f"    model = attach_head(model, {free_name(self.inside, name)!r}, wrapper{accessed(name)})"
             "  # before it is wrapped"
             for name in self.own_parts()
         ]
@@ -169,7 +169,7 @@ def _apart(models: Iterable[nn.Module]) -> list[nn.Module]:
     return [model for model in each if model not in within]
 
 
-def _accessed(path: str) -> str:
+def accessed(path: str) -> str:
     """Return a path as it is written behind the name of a module: ``[0].model`` for ``0.model``."""
     return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
 

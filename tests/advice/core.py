@@ -49,9 +49,13 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_core/paths.py": {"pass a path": _READ},
     "_core/workload.py": {
-        "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
         "pass a number, or let {} find it": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
         "pass context_length={} and decode_steps=": _DECODED,
+    },
+    "_core/workload_problems.py": {
+        "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
+        "pass completion_length= too": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",
+        "pass fused_lm_head=True": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",
     },
     "_core/spread.py": {
         "leave out replicas": "memory/test_forecast_flat_shards.py::"

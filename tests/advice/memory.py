@@ -10,6 +10,7 @@ _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
 _PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
 _PART = f"{_ADVISED}test_the_part_is_passed_of_a_model_whose_parts_are_run_one_by_one"
+_HEALTHY = "memory/test_audit_healthy_modules.py::"
 _OWN = "memory/test_audit_own_modules.py::"
 _MENDED = "memory/test_audit_round_trip.py::test_what_does_not_come_back_is_named_and_mended"
 _LOST = "memory/test_silent_troubles.py::test_what_is_lost_is_seen_after_three_steps"
@@ -32,10 +33,14 @@ TAKEN: dict[str, dict[str, str]] = {
         ", or cast them back": _AUDIT,
     },
     "_memory/audit/kept_memory.py": {
+        "keep what is trained alone": f"{_HEALTHY}test_an_average_that_a_trainer_updates_is_no_teacher",
         "pass ref_model=None": _AUDIT,
         "keep loss.detach()": _AUDIT,
     },
-    "_memory/audit/running_statistics.py": {"name the layers in modules_to_save": _AUDIT},
+    "_memory/audit/running_statistics.py": {
+        "name the layers in modules_to_save": _AUDIT,
+        "name their modules in modules_to_save": _LOST,
+    },
     "_memory/audit/loss.py": {
         "add **kwargs": _AUDIT,
         "pass **kwargs on": "memory/test_audit_loss.py::test_the_size_of_the_error_and_the_fix",
@@ -76,6 +81,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "name the tie in the class": _SHARED,
     },
     "_memory/audit/step_checks.py": {
+        "set model.accepts_loss_kwargs": f"{_HEALTHY}test_what_a_trainer_passes_and_a_model_refuses",
         "call model.train()": _AUDIT,
         "pass what the model needs": _AUDIT,
         "load the adapter with is_trainable=True": "memory/test_audit_model.py::"
@@ -89,6 +95,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "name their modules in modules_to_save": _AUDIT,
         "load the adapter with is_trainable=True": _AUDIT,
         "attach them to the model": _AUDIT,
+        "pass an optimizer of both": f"{_HEALTHY}test_an_optimizer_may_have_more_than_the_model",
         "make the optimizer after": _AUDIT,
         ", or name them in modules_to_save": _AUDIT,
     },
@@ -97,6 +104,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "call model.base_model.{}": _LOST,
         "train the one that was loaded": _AUDIT,
         "name the task": _AUDIT,
+        "name it in modules_to_save": _LOST,
+        "call model.{}.requires_grad_": f"{_HEALTHY}test_a_part_of_ones_own_that_was_never_trained",
         "attach it with attach_head": _STRUCTURES,
         "cast them": "memory/test_audit_model.py::test_float16_weights_that_the_scaler_refuses",
     },

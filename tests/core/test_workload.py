@@ -14,7 +14,7 @@ import torch
 from peft import IA3Config, LoraConfig
 
 from safe_loading import ArgumentError, Workload
-from safe_loading._core.workload import OPTIMIZERS
+from safe_loading._core.optimizer_rules import OPTIMIZERS
 
 
 def test_it_is_a_frozen_value() -> None:

@@ -193,6 +193,7 @@ class Pooled(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.pool = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
+        nn.init.orthogonal_(self.pool.out_proj.weight)  # as of a checkpoint, and not as it was made
         self.last = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import silent_losses  # noqa: F401  # enters its scripts
+import silent_modules  # noqa: F401  # enters its scripts
 import silent_numbers  # noqa: F401  # enters its scripts
 import silent_untrained  # noqa: F401  # enters its scripts
 import torch
@@ -54,7 +55,7 @@ def quietly() -> Iterator[None]:
 def inputs_of(script: Script) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": TOKENS}
     inputs |= script.inputs
-    if "input_ids" in script.inputs:
+    if script.inputs.get("input_ids") is not None:
         inputs["labels"] = inputs["input_ids"]
     return {name: value for name, value in inputs.items() if value is not None}
 

@@ -147,6 +147,24 @@ class AuditedModel:
                     seen.add(id(value))
                     yield f"{owner}.{name}", value
 
+    def not_optimized(self) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
+        """Yield the other models of a trainer that no optimizer has, and their parameters that require gradients."""
+        optimizers = [self.optimizer, *(vars(self.trainer).values() if hasattr(self.trainer, "__dict__") else ())]
+        groups = [group for held in optimizers for group in _groups_of(held)]
+        known = {id(p) for group in groups for p in group.get("params", ())}
+        known |= {id(p) for p in self.model.parameters()}
+        for where, other in self.others():
+            trainable = [p for p in other.parameters() if p.requires_grad]
+            if where.startswith("trainer.") and trainable and not any(id(p) in known for p in trainable):
+                yield where, trainable
+
+
+def _groups_of(held: object) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer, or of several in a container."""
+    values = [*held.values()] if isinstance(held, dict) else [*held] if isinstance(held, (list, tuple)) else [held]
+    groups = [getattr(value, "param_groups", None) for value in values if not isinstance(value, torch.nn.Module)]
+    return [group for each in groups if isinstance(each, list) for group in each if isinstance(group, dict)]
+
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of some tensors, each storage once."""

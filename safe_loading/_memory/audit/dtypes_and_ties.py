@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.quantized.recognize import is_quantized
 
 from .audited_model import AuditedModel, size_of
+from .training import first_names
 
 
 def bytes_by_dtype(audited: AuditedModel) -> dict[str, int]:
@@ -130,3 +132,22 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
 
 def _is_adapters(name: str) -> bool:
     return any(part.startswith("lora_") or part in ("modules_to_save", "value_head") for part in name.split("."))
+
+
+def check_finite(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for trained parameters that hold NaN or an infinity, as memory does that nothing has filled."""
+    trained = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    bad = {name: p for name, p in trained.items() if _has_no_number(p.detach())}
+    if bad and audited.training:
+        message = (
+            f"{counted(len(bad), 'trained parameter holds', 'trained parameters hold')} NaN or an infinity: the loss "
+            f"will be NaN from the first step on."
+        )
+        fix = "fill them: torch.empty() does not, nor does a load with missing keys; torch.nn.init.normal_(parameter)."
+        yield Finding("SL147", "error", first_names(bad), message, fix, size_of(bad.values()))
+
+
+def _has_no_number(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0 or tensor.itemsize < 2:
+        return False
+    return not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

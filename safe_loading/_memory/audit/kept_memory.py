@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 
 from .audited_model import AuditedModel, size_of
+from .trainer_code import runs_without_gradients
 
 TEACHER_FIX = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
 _DEEPEST = 3  # containers inside one another
+_TARGETS = ("ref", "old", "teacher", "target", "frozen")  # what words in the names of such models begin with
+_AVERAGES = frozenset({"ema", "averagedmodel", "momentum", "average", "averaged"})
 
 
 def check_kept(audited: AuditedModel) -> Iterator[Finding]:
@@ -36,11 +39,15 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for each other model that has the base's shapes in storages of its own."""
-    if audited.base is None:
+    """Yield a finding for each other model that has the base's shapes in storages of its own, beside an adapter.
+
+    Where the base itself is trained a reference and an average have to be copies.
+    """
+    if audited.base is None or audited.adapted is None:
         return
     own = {p.untyped_storage()._cdata for p in audited.inner.parameters()}
     shapes = _shapes(audited.base)
+    trained = sum(p.requires_grad for p in audited.model.parameters())
     for where, other in audited.others():
         # a reference made by sharing the base's tensors, with a new head perhaps, is no copy
         separate = [p for p in other.parameters() if p.untyped_storage()._cdata not in own]
@@ -48,24 +55,40 @@ def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
             size = size_of(separate)
             message = f"a second copy of the base, {format_bytes(size)} in storages of its own."
             fix = "with an adapter the base itself is the reference: pass ref_model=None, or disable the adapter."
+            if is_average(where, other):
+                message += f" An average of {counted(trained, 'parameter')} needs no more than those."
+                fix = (
+                    "keep what is trained alone: {n: p.detach().clone() for n, p in model.named_parameters() "
+                    "if p.requires_grad}."
+                )
             yield Finding("SL113", "warning", where, message, fix, size)
 
 
 def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for each other model that a trainer holds and whose forward pass would build a graph.
+    """Yield a finding for each teacher or reference that a trainer holds and whose forward pass would build a graph.
 
-    What a wrapper holds is decided by the step: a head of its own is trained, and may have no optimizer yet.
+    Not where the trainer's own code runs it without gradients. What a wrapper holds is decided by the step: a head of
+    its own is trained, and may have no optimizer yet.
     """
-    optimized = {id(p) for group in getattr(audited.optimizer, "param_groups", ()) for p in group["params"]}
-    optimized |= {id(p) for p in audited.model.parameters()}
-    for where, other in audited.others():
-        trainable = [p for p in other.parameters() if p.requires_grad]
-        if where.startswith("trainer.") and trainable and not any(id(p) in optimized for p in trainable):
+    for where, trainable in audited.not_optimized():
+        name = where.removeprefix("trainer.")
+        if is_target(name) and not runs_without_gradients(audited, name):
             message = (
                 f"{len(trainable)} of its parameters require gradients, but no optimizer has them: each forward pass "
                 f"outside torch.no_grad() keeps its activations, and backward allocates their gradients."
             )
             yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
+
+
+def is_target(name: str) -> bool:
+    """Whether the name of a model says that another one is trained to be like it."""
+    return any(part.startswith(_TARGETS) for part in name.lower().split("_"))
+
+
+def is_average(where: str, model: torch.nn.Module) -> bool:
+    """Whether a model is the moving average of another one, which code updates and no optimizer."""
+    words = {*where.lower().replace(".", "_").split("_"), type(model).__name__.lower()}
+    return hasattr(model, "update_parameters") or bool(words & _AVERAGES)
 
 
 def _shapes(model: torch.nn.Module) -> set[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from .audited_model import AuditedModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_COUNT_ARGUMENT = "num_items_in_batch"  # the argument by which the Trainer passes the number of tokens
+COUNT_ARGUMENT = "num_items_in_batch"  # the argument by which the Trainer passes the number of tokens
 _READS = frozenset({"item", "tolist", "__int__", "__float__", "__index__"})
 
 
@@ -41,7 +41,7 @@ def watching_token_count(audited: AuditedModel) -> Iterator[TokenCountUse]:
     """Inside, the model gets the number of tokens if the Trainer would pass it, and its use is recorded."""
     model = audited.outermost
     if _trainer_passes_count(model, audited.trainer):
-        with _passing_count(model, type(model)) as use:
+        with _passing_count(model, type(model), needed=audited.trainer is not None) as use:
             yield use
     else:
         yield TokenCountUse()
@@ -55,6 +55,8 @@ def check_denominator(audited: AuditedModel, workload: Workload, use: TokenCount
     with the number in the step that was run.
     """
     factor = _overcount(audited, workload)
+    if audited.trainer is None and audited.optimizer is not None:
+        return  # a loop of one's own, which passes no number
     if _divided_elsewhere(audited.trainer) or (factor == 1 and audited.trainer is not None):
         return
     if _trainer_passes_count(audited.outermost, audited.trainer):
@@ -72,7 +74,7 @@ def _dropped(audited: AuditedModel, factor: int) -> Finding:
         "SL119",
         "error" if factor > 1 else "warning",
         type(audited.model).__name__,
-        f"the Trainer passes {_COUNT_ARGUMENT} to {class_name}, whose forward takes **kwargs, and leaves the division "
+        f"the Trainer passes {COUNT_ARGUMENT} to {class_name}, whose forward takes **kwargs, and leaves the division "
         f"to it. In one step nothing used it: with gradient accumulation, loss and gradients are {times} too large.",
         f"pass **kwargs on to the model or to its loss function; or set accepts_loss_kwargs = False on the "
         f"{class_name}, so that the Trainer takes the mean over the micro-batches.",
@@ -81,7 +83,7 @@ def _dropped(audited: AuditedModel, factor: int) -> Finding:
 
 def _not_passed(audited: AuditedModel) -> Finding:
     message = (
-        f"the Trainer would pass {_COUNT_ARGUMENT} to {type(_unwrapped(audited.inner)).__name__}, but not to the "
+        f"the Trainer would pass {COUNT_ARGUMENT} to {type(_unwrapped(audited.inner)).__name__}, but not to the "
         f"wrapper, whose forward takes no **kwargs: with gradient accumulation and rows of different lengths the loss "
         f"is a mean of means."
     )
@@ -142,8 +144,12 @@ def _own_loss_uses_count(audited: AuditedModel) -> bool:
 
 
 @contextlib.contextmanager
-def _passing_count(model: torch.nn.Module, cls: type[torch.nn.Module]) -> Iterator[TokenCountUse]:
+def _passing_count(
+    model: torch.nn.Module, cls: type[torch.nn.Module], *, needed: bool = False
+) -> Iterator[TokenCountUse]:
     """Inside, the model is one of class `cls`, and is called with a count of tokens wherever it is with labels.
+
+    A model that refuses the count is called without it unless it is `needed`, as it is for a Trainer.
 
     The model's class is replaced, rather than its forward, so that user code in ``__call__`` gets the count too.
     """
@@ -154,8 +160,13 @@ def _passing_count(model: torch.nn.Module, cls: type[torch.nn.Module]) -> Iterat
         if not isinstance(labels, torch.Tensor):
             return cls.__call__(self, *args, **kwargs)
         count = labels.new_ones((), dtype=torch.long)
-        with _UsesOf(count) as uses:
-            out: object = cls.__call__(self, *args, **{**kwargs, _COUNT_ARGUMENT: count})
+        try:
+            with _UsesOf(count) as uses:
+                out: object = cls.__call__(self, *args, **{**kwargs, COUNT_ARGUMENT: count})
+        except TypeError as error:
+            if needed or COUNT_ARGUMENT not in str(error):
+                raise
+            return cls.__call__(self, *args, **kwargs)
         loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
         use.passed |= loss is not None
         use.used |= uses.any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
@@ -10,28 +10,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
-from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.records import Allocation, StepTrace
 from safe_loading._memory.trace.run_training import NOTHING_TRAINED
 from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel, size_of
 from .kept_memory import TEACHER_FIX
-from .loss import check_denominator
+from .loss import COUNT_ARGUMENT, check_denominator
 from .modes import kept_in_eval
 from .packed_rows import check_rows
+from .running_statistics import check_changed_buffers
 from .traced_step import TracedStep
 from .training import first_names
 from .wrappers import hides
 
 _KNOWN_FIXES = (FIX_FOR_DEVICES, FIX_FOR_METHODS)  # the ends of the errors of a trace
 
+_UNEXPECTED = "unexpected keyword argument"  # in the TypeError of a call
+
 
 def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
     """Yield findings about checkpointing, inputs of 8-bit layers, gradients, surviving tensors, and the loss."""
     yield from _check_checkpointing(step, workload)
     yield from _check_8bit_inputs(step, workload)
-    yield from _check_gradients(step.audited, step.trace)
+    yield from _check_gradients(step)
+    yield from _check_hidden(step)
+    yield from check_changed_buffers(step)
     yield from _check_teachers(step)
     yield from check_rows(step.audited, step.inputs, step.rows)
     yield from _check_survivors(step)
@@ -47,6 +52,10 @@ def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     elif trained and NOTHING_TRAINED in reason:
         reason = reason.replace(NOTHING_TRAINED, "the loss depends on no parameter that has requires_grad.")
         fix = f"compute the loss from what is trained, {first_names(trained)}; or train what it is computed from."
+    elif COUNT_ARGUMENT in reason and _UNEXPECTED in reason:
+        fix = "set model.accepts_loss_kwargs = False, so that the Trainer does not pass it; or let the forward take it."
+    elif _UNEXPECTED in reason:
+        fix = "let the forward take the argument, or **kwargs: what is around the model passes it in training too."
     elif trained:
         fix = "pass what the model needs in inputs=, or audit the model inside its wrapper."
     else:
@@ -124,20 +133,37 @@ def _check_8bit_inputs(step: TracedStep, workload: Workload) -> Iterator[Finding
         yield Finding("SL124", "warning", next(iter(inside)), message, fix, size)
 
 
-def _check_gradients(audited: AuditedModel, trace: StepTrace) -> Iterator[Finding]:
-    trainable = {id(p): p for p in audited.model.parameters() if p.requires_grad}
-    reached = sum(allocation.component == "gradients" for allocation in trace.allocations)
-    if trainable and reached < len(trainable):
+def _check_gradients(step: TracedStep) -> Iterator[Finding]:
+    model = step.audited.outermost
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    without = trainable.keys() - step.record.reached
+    if without and step.record.reached:
+        without -= step.reached_at_random()
+    if without:
+        reached = len(trainable) - len(without)
         yield Finding(
             "SL121",
             "error" if reached == 0 else "warning",
-            type(audited.model).__name__,
+            first_names(without),
             f"{counted(len(trainable), 'parameter is', 'parameters are')} trainable, but only {reached} got a gradient "
             "in one step.",
             "with reentrant checkpointing over a frozen base call enable_input_require_grads(); else look for a "
             "detach(), a no_grad() or a branch that is never taken.",
-            sum(p.nbytes for p in trainable.values()),
+            size_of(trainable[name] for name in without),
         )
+
+
+def _check_hidden(step: TracedStep) -> Iterator[Finding]:
+    """Yield a finding for parameters that a gradient reaches and torch does not see, in a list for example."""
+    hidden = step.record.hidden
+    if hidden:
+        message = (
+            f"{counted(len(hidden), 'parameter gets a gradient and is', 'parameters get gradients and are')} held in a "
+            f"list, a dict or a tuple: no optimizer, checkpoint and .to(device) of the model has "
+            f"{'it' if len(hidden) == 1 else 'them'}."
+        )
+        fix = "hold modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict."
+        yield Finding("SL146", "error", first_names(hidden), message, fix)
 
 
 def _check_teachers(step: TracedStep) -> Iterator[Finding]:
@@ -154,18 +180,11 @@ def _check_teachers(step: TracedStep) -> Iterator[Finding]:
 
 def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
-    trace, kept_by_peft = step.trace, _only_of_adapters(step.audited)
-    freed = {index for index, gone in trace.events if gone}
-    survivors = [
-        allocation
-        for index, allocation in enumerate(trace.allocations)
-        if index not in freed
-        and allocation.phase in ("forward", "backward")
-        and allocation.component in ("activations", "temporary")
-        # floating point of 16 and 32 bits; integers and masks may be kept by the trace itself, with their known values
-        and allocation.dtype_bytes in (2, 4)
-        and allocation.module not in kept_by_peft
-    ]
+    kept_by_peft = _only_of_adapters(step.audited)
+    survivors = _survivors(step.trace, kept_by_peft)
+    if survivors and (twice := step.in_two_passes()) is not None:
+        # what the first pass keeps and the second one does not make again is a cache, such as a mask
+        survivors = survivors if _survivors(twice, kept_by_peft, _second_pass(twice)) else []
     if survivors:
         size = sum(allocation.bytes for allocation in survivors)
         largest = max(survivors, key=lambda allocation: allocation.bytes)
@@ -176,6 +195,29 @@ def _check_survivors(step: TracedStep) -> Iterator[Finding]:
             "values on the CPU."
         )
         yield Finding("SL122", "error", largest.module or "the model", message, fix, size)
+
+
+def _survivors(trace: StepTrace, left_out: Collection[str], first: int = 0) -> list[Allocation]:
+    """Return the tensors of the passes, from the allocation `first` on, that are alive at the end."""
+    freed = {index for index, gone in trace.events if gone}
+    return [
+        allocation
+        for index, allocation in enumerate(trace.allocations)
+        if index >= first
+        and index not in freed
+        and allocation.phase in ("forward", "backward")
+        and allocation.component in ("activations", "temporary")
+        # floating point of 16 and 32 bits; integers and masks may be kept by the trace itself, with their known values
+        and allocation.dtype_bytes in (2, 4)
+        and allocation.module not in left_out
+    ]
+
+
+def _second_pass(trace: StepTrace) -> int:
+    """Return the index of the first allocation of the second forward pass."""
+    phases = [allocation.phase for allocation in trace.allocations]
+    turns = [at for at in range(1, len(phases)) if phases[at - 1] == "backward" and phases[at] == "forward"]
+    return turns[0] if turns else 0
 
 
 def _only_of_adapters(audited: AuditedModel) -> set[str]:

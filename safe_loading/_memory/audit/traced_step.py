@@ -24,9 +24,11 @@ from safe_loading.errors import TraceError
 from .audited_model import AuditedModel
 from .loss import TokenCountUse, watching_token_count
 from .packed_rows import RowsSeen, fills_cache, watching_rows
+from .step_record import StepRecord, recorded_step
 
 # by layer: the bytes of the storages that it keeps, by their addresses
 LayerInputs = dict[str, dict[int, int]]
+_MOST_SEEDS = 8  # of steps with other random numbers
 _CAPABILITY = (8, 0)  # of the GPU whose attention kernels the figures are for, an A100's
 
 
@@ -46,6 +48,7 @@ class TracedStep:
         reached: The layers to whose output a gradient came, or that ran again.
         rows: Whether the mask was made with the bounds of packed rows.
         teachers: The modules beside the model in its wrapper that built a graph, and got no gradient.
+        record: The parameters that gradients reached, and the buffers that changed.
     """
 
     audited: AuditedModel
@@ -59,6 +62,7 @@ class TracedStep:
     reached: set[str]
     rows: RowsSeen
     teachers: dict[str, torch.nn.Module]
+    record: StepRecord
 
     @property
     def peak_bytes(self) -> int:
@@ -70,6 +74,34 @@ class TracedStep:
         """The peak with checkpointing and without wrappers; None where that cannot be traced."""
         with _in_right_order(self.audited) as model:
             return _peak_or_none(model, self.workload.replace(gradient_checkpointing=True), self.inputs)
+
+    def reached_at_random(self) -> set[str]:
+        """Return the parameters that gradients reach when the step is run again with other random numbers.
+
+        A layer may be left out at random (LayerDrop), and its parameters then get their gradients in other steps.
+        """
+        reached = set(self.record.reached)
+        for seed in range(1, _MOST_SEEDS):
+            before = set(reached)
+            with (
+                mode_kept(self.audited),
+                recorded_step(self.audited.outermost) as record,
+                contextlib.suppress(TraceError),
+            ):
+                _trace(self.audited.outermost, self.workload, self.inputs, seed)
+            reached |= record.reached
+            if seed == 1 and record.reached == before:
+                break
+        return reached
+
+    def in_two_passes(self) -> StepTrace | None:
+        """Return the trace of two micro-batches, one after the other; None if it cannot be made."""
+        twice = self.workload.replace(gradient_accumulation_steps=2)
+        with mode_kept(self.audited):
+            try:
+                return _trace(self.audited.outermost, twice, self.inputs)
+            except TraceError:
+                return None
 
     def peak_when(self, change: Callable[[], None]) -> int | None:
         """Return the peak after a change of the model's configuration, which is undone; None if it cannot be traced."""
@@ -93,11 +125,12 @@ def trace_configured(
         _recomputed_layers(model) as (recomputed, used),
         watching_rows() as rows,
         _graphs_of_others(audited) as (built, reached),
+        recorded_step(model) as record,
     ):
         trace = _trace(model, configured, inputs)
     teachers = {where: other for where, other in audited.others() if where in built - reached}
     layers = (recomputed, used | recomputed)
-    return TracedStep(audited, configured, planned, inputs, trace, count, kept, *layers, rows, teachers)
+    return TracedStep(audited, configured, planned, inputs, trace, count, kept, *layers, rows, teachers, record)
 
 
 def peaks_of_wrapped(
@@ -163,9 +196,11 @@ def _prepare_as_peft(audited: AuditedModel) -> None:
         base.enable_input_require_grads()  # type: ignore[no-untyped-call]  # of transformers
 
 
-def _trace(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> StepTrace:
+def _trace(
+    model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, seed: int = 0
+) -> StepTrace:
     with cuda_paths(_CAPABILITY), scan_stand_ins(model):
-        return trace_step(model, workload, inputs=inputs, every_layer=True)
+        return trace_step(model, workload, inputs=inputs, every_layer=True, seed=seed)
 
 
 def _peak_or_none(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> int | None:

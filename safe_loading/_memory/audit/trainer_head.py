@@ -22,7 +22,25 @@ def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Work
         return workload
     own_loss = any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
     takes = workload.labels and isinstance(model, (PreTrainedModel, PeftModel))
-    return workload.replace(fused_lm_head=True) if takes and not own_loss and _is_fused(trainer) else workload
+    if not takes or own_loss or not _is_fused(trainer):
+        return workload
+    return workload.replace(fused_lm_head=True, **_samples_of(trainer, workload))
+
+
+def _samples_of(trainer: Any, workload: Workload) -> dict[str, Any]:
+    """Return how a GRPOTrainer of trl makes its samples, in the fields of a workload; none for other trainers."""
+    arguments: Any = getattr(trainer, "args", None)
+    steps = getattr(arguments, "steps_per_generation", None)
+    if not isinstance(steps, int) or not any(kind.__name__ == "GRPOTrainer" for kind in type(trainer).__mro__):
+        return {}
+    by_vllm = getattr(arguments, "use_vllm", False) is True
+    corrected = by_vllm and bool(getattr(arguments, "vllm_importance_sampling_correction", False))
+    every = steps * getattr(arguments, "num_iterations", 1)
+    return {
+        "completion_length": min(arguments.max_completion_length, workload.sequence_length - 1),
+        "generated_rows": 0 if by_vllm else workload.batch_size * steps,
+        "old_log_probs": corrected or arguments.gradient_accumulation_steps % every != 0,
+    }
 
 
 def _is_fused(trainer: Any) -> bool:

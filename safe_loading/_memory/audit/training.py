@@ -12,6 +12,8 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.heads import missing_heads
 
 from .audited_model import AuditedModel, size_of
+from .kept_memory import is_average, is_target
+from .trainer_code import runs_without_gradients
 
 _MOST_NAMES = 3
 
@@ -128,14 +130,16 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
 
 def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     """Yield findings where the optimizer holds other parameters than the model trains."""
+    yield from _check_beside(audited)
     if audited.optimizer is None:
         return
     inner: torch.optim.Optimizer = getattr(audited.optimizer, "optimizer", audited.optimizer)  # of AcceleratedOptimizer
     optimized = {id(p): p for group in inner.param_groups for p in group["params"]}
     own = {id(p): name for name, p in audited.model.named_parameters()}
+    missing = {own[id(p)]: p for p in audited.model.parameters() if p.requires_grad and id(p) not in optimized}
     # sharding, casting and attaching an adapter may replace parameters; the optimizer then keeps the old ones alive
     stale = [p for key, p in optimized.items() if key not in own]
-    if stale:
+    if stale and not (own.keys() & optimized.keys() and not missing and _is_of_others(audited, stale, optimized)):
         state = [v for p in stale for v in inner.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
         message = (
             f"the optimizer holds {counted(len(stale), 'parameter that is', 'parameters that are')} no longer the "
@@ -143,11 +147,38 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
         )
         fix = "make the optimizer after the model is wrapped, sharded, cast or given its adapter."
         yield Finding("SL118", "error", type(inner).__name__, message, fix, size_of([*stale, *state]))
-    missing = {own[id(p)]: p for p in audited.model.parameters() if p.requires_grad and id(p) not in optimized}
     if missing:
         message = f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change."
         fix = "make the optimizer after the model is complete, or freeze them."
         yield Finding("SL118", "error", first_names(missing), message, fix, size_of(missing.values()))
+
+
+def _is_of_others(audited: AuditedModel, stale: Sequence[torch.Tensor], optimized: Collection[int]) -> bool:
+    """Whether parameters of an optimizer are a loss's or another model's, which none of the model's has replaced."""
+    others = {id(p) for _, other in audited.others() for p in other.parameters()}
+    left_out = {p.shape for p in audited.model.parameters() if id(p) not in optimized}
+    return all(id(p) in others or p.shape not in left_out for p in stale)
+
+
+def _check_beside(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for each part of a trainer beside the model, such as a loss with weights, that nothing steps."""
+    makes_own = getattr(type(audited.trainer), "create_optimizer", None)
+    if audited.optimizer is None and not getattr(makes_own, "__module__", "transformers").startswith("transformers"):
+        return  # it may put them into the optimizer that it makes
+    for where, trainable in audited.not_optimized():
+        name = where.removeprefix("trainer.")
+        average = is_average(where, getattr(audited.trainer, name))
+        if is_target(name) or average or runs_without_gradients(audited, name):
+            continue
+        message = (
+            f"{counted(len(trainable), 'parameter of it requires', 'parameters of it require')} gradients, and no "
+            f"optimizer has {'it' if len(trainable) == 1 else 'them'}: a Trainer makes its own of the model's."
+        )
+        fix = (
+            f"pass an optimizer of both, torch.optim.AdamW([*model.parameters(), *{where}.parameters()]); or "
+            f"{where}.requires_grad_(False) if it is not trained."
+        )
+        yield Finding("SL118", "warning", where, message, fix, size_of(trainable))
 
 
 def first_names(names: Collection[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from types import CodeType
 
 import torch
 from peft import PeftModel
@@ -15,9 +14,12 @@ from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.text_config import text_config
-from safe_loading._wrapping.transparent import mixins_of
+from safe_loading._wrapping.transparent import mixins_and_original
+from safe_loading._wrapping.wrap_order import accessed
 
 from .audited_model import AuditedModel, size_of
+from .kept_memory import is_target
+from .trainer_code import calls
 
 # The heads that peft trains and saves for a task, by their names in transformers.
 _TASKS = {"score": "SEQ_CLS", "classifier": "SEQ_CLS", "qa_outputs": "QUESTION_ANS"}
@@ -48,7 +50,7 @@ def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for AdaLoRA under a trainer in which no code gives each layer its rank."""
     configs = getattr(audited.adapted, "peft_config", {})
     adapters = [name for name, config in configs.items() if method_name(config.peft_type) == "ADALORA"]
-    if not adapters or audited.trainer is None or _calls(audited, _ALLOCATES):
+    if not adapters or audited.trainer is None or calls(audited, _ALLOCATES):
         return
     message = (
         f"nothing in {type(audited.trainer).__name__} and its callbacks calls {_ALLOCATES}, by which AdaLoRA gives "
@@ -59,21 +61,6 @@ def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
         f"of add_adapter, which has no such method, take get_peft_model."
     )
     yield Finding("SL139", "warning", type(audited.inner).__name__, message, fix)
-
-
-def _calls(audited: AuditedModel, name: str) -> bool:
-    """Whether code of the trainer, its callbacks or the model's mixins has a name in it."""
-    callbacks = getattr(getattr(audited.trainer, "callback_handler", None), "callbacks", ())
-    owners = [audited.trainer, *callbacks]
-    classes = {cls for owner in owners for cls in type(owner).__mro__} | set(mixins_of(type(audited.inner)))
-    values = [value for each in (*classes, *owners) for value in vars(each).values()]
-    codes: list[object] = [getattr(value, "__code__", None) for value in values if callable(value)]
-    for code in codes:  # which grows: functions may be inside functions
-        if isinstance(code, CodeType):
-            if name in code.co_names:
-                return True
-            codes += code.co_consts
-    return False
 
 
 def check_nested(audited: AuditedModel) -> Iterator[Finding]:
@@ -98,9 +85,13 @@ def check_frozen_heads(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for each head that is frozen with the values that it was made with, while others are trained."""
     if not audited.training or not any(p.requires_grad for p in audited.model.parameters()):
         return
+    seen: set[int] = set()
     for where, head, fix in _heads(audited):
         parameters = [*head.parameters()]
-        if any(p.requires_grad for p in parameters) or not _as_made(head, audited.base):
+        if id(head) in seen or any(p.requires_grad for p in parameters) or not _as_made(head, audited.base):
+            continue
+        seen.add(id(head))
+        if _is_copy(head, audited.model):
             continue
         message = (
             "it is frozen and has the values that it was made with: what is trained learns to suit a random head, "
@@ -110,19 +101,43 @@ def check_frozen_heads(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def _heads(audited: AuditedModel) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield the heads of a task and the modules of wrappers, with the way to train each."""
-    for name, child in (
-        audited.base.named_children() if audited.base is not None and audited.adapted is not None else ()
-    ):
+    """Yield the heads of a task, the parts of a class of the user's own and of wrappers, with the way to train each."""
+    base, adapted = audited.base, audited.adapted is not None
+    for name, child in base.named_children() if base is not None and adapted else ():
         task = _TASKS.get(name)
         if task is not None:
             yield name, child, f"name the task, LoraConfig(task_type={task!r}), or modules_to_save=[{name!r}]."
+    own_class = base is not None and not _is_of_engine(mixins_and_original(type(base))[1])
+    head = embeddings_and_head_of(base).head if base is not None and own_class else None
+    for name, child in base.named_children() if base is not None and own_class else ():
+        if child is not head and not is_target(name) and not _has_model(child):
+            road = f"name it in modules_to_save=[{name!r}]" if adapted else f"call model.{name}.requires_grad_(True)"
+            yield name, child, f"{road}."
     for wrapper in audited.wrappers:
-        for name, child in wrapper.module.named_children():
-            others = {wrapper.inside, *wrapper.inside.modules()}
-            if not any(isinstance(m, (PreTrainedModel, PeftModel)) or m in others for m in child.modules()):
-                where = f"{wrapper.path}.{name}".lstrip(".")
-                yield where, child, f"attach it with attach_head, or call model.{where}.requires_grad_(True)."
+        parts = wrapper.inside_path.split(".")
+        for depth, inner in enumerate(parts):
+            path = ".".join(parts[:depth])
+            for name, child in wrapper.module.get_submodule(path).named_children():
+                shared = {wrapper.inside, *wrapper.inside.modules()} & {*child.modules()}
+                if name != inner and not shared and not _has_model(child) and not is_target(name):
+                    where = ".".join(filter(None, (wrapper.path, path, name)))
+                    fix = f"attach it with attach_head, or call model{accessed(where)}.requires_grad_(True)."
+                    yield where, child, fix
+
+
+def _has_model(module: torch.nn.Module) -> bool:
+    return any(isinstance(m, (PreTrainedModel, PeftModel)) for m in module.modules())
+
+
+def _is_of_engine(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("transformers", "peft")
+
+
+def _is_copy(head: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether a trained part has the same values: an average that follows it is frozen, and begins as its copy."""
+    own = next(head.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad and p.shape == own.shape and not p.is_meta]
+    return not own.is_meta and any(p.device == own.device and torch.equal(p, own) for p in trained)
 
 
 def _as_made(module: torch.nn.Module, base: PreTrainedModel | None) -> bool:

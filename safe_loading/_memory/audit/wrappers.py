@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from safe_loading._core.report import Finding, format_bytes
-from safe_loading._wrapping.wrap_order import HidingWrapper, inside_engines
+from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
 
@@ -136,7 +136,8 @@ def _fix(wrapper: HidingWrapper) -> str:
 
 
 def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding when an engine's wrapper puts a prefix before the keys; trainers take it off themselves."""
+    """Yield a finding when an engine's wrapper puts a prefix before the keys; trainers take off that of the model."""
+    yield from _check_compiled_parts(audited)
     path, inside = inside_engines(audited.model)
     # FSDP1 takes its own prefix out of the keys of a state dict, so that it never reaches a file
     if not path or audited.trainer is not None or type(audited.model).__name__ == "FullyShardedDataParallel":
@@ -146,3 +147,19 @@ def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
     message = f"every key of model.state_dict() begins with {prefix!r}, and does not fit the model without its wrapper."
     fix = f"save the {type(inside).__name__}: model.{path}.save_pretrained(...), or model.{path}.state_dict()."
     yield Finding("SL106", "info", first, message, fix)
+
+
+def _check_compiled_parts(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for compiled modules inside the model, whose name no engine takes out of a checkpoint."""
+    modules = dict(audited.outermost.named_modules())
+    compiled = [path for path, module in modules.items() if type(module).__name__ == "OptimizedModule"]
+    if compiled and audited.training:
+        path = compiled[0]
+        message = (
+            f"{counted(len(compiled), 'module is', 'modules are')} compiled inside the model: the keys of a checkpoint "
+            f"have '._orig_mod' in them, and fit only a model that was compiled so."
+        )
+        fix = (
+            f"compile in place: model{accessed(path)}.compile(), which returns nothing, and not torch.compile(module)."
+        )
+        yield Finding("SL106", "warning", path, message, fix)

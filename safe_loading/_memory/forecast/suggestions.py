@@ -186,6 +186,8 @@ def _fewer_rows(workload: Workload) -> Iterator[_Change]:
 
 
 def _shorter_rows(workload: Workload) -> Iterator[_Change]:
+    if workload.completion_length:
+        return  # of which nobody knows whether the prompts or the completions may be shorter
     length = workload.sequence_length // 2
     name = "sequence_length" if workload.kind == "train" else "context_length"
     while length >= _SHORTEST_ROW:

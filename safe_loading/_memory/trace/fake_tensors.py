@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from safe_loading._core.walk import hidden_parts
+
 from .accelerate_hooks import TracePlacement
 from .fake_tensor_maker import FakeTensorMaker
 from .known_values import KnownValues
@@ -34,11 +36,19 @@ class FakeTensors:
         self._fakes: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []
+        self._parameters: dict[int, torch.nn.Parameter] = {}  # the fake ones that an optimizer gets
 
     def replace_tensors(self, model: torch.nn.Module) -> None:
         """Replace every tensor in the attributes of the model's modules; the caller restores them."""
         parts = adapter_parts(model)
-        for prefix, module in model.named_modules():
+        hidden = {place: part for place, part in hidden_parts(model).items() if isinstance(part, torch.nn.Module)}
+        self._replace_registered(model, parts)
+        self._parameters = {id(fake): fake for fake in model.parameters()}
+        for place, part in hidden.items():
+            self._replace_registered(part, parts, place)
+
+    def _replace_registered(self, model: torch.nn.Module, parts: Container[str], place: str = "") -> None:
+        for prefix, module in model.named_modules(prefix=place):
             dot = prefix + "." if prefix else ""
             parameters: dict[str, Any] = module._parameters  # a fake Parameter or, for what is none, a fake tensor
             for name, parameter in list(parameters.items()):
@@ -122,12 +132,11 @@ class FakeTensors:
         """Refer to the fake tensors no longer, so that those which nothing else needs are freed."""
         self._fakes.clear()
         self._storages.clear()
+        self._parameters.clear()
 
     def trainable(self) -> Iterator[torch.nn.Parameter]:
         """Yield the fake parameters that will have gradients, each once."""
-        for fake in self._fakes.values():
-            if isinstance(fake, torch.nn.Parameter) and fake.requires_grad:
-                yield fake
+        yield from (fake for fake in self._parameters.values() if fake.requires_grad)
 
 
 def adapter_parts(model: torch.nn.Module) -> frozenset[str]:

@@ -19,7 +19,9 @@ from safe_loading._core.thread_patches import patched
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
+from .grpo_step import OUTPUTS as GRPO_OUTPUTS
 from .inputs import engine_model
+from .liger_lm_head import liger_forward
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # which SFTTrainer asks for
 
@@ -30,12 +32,16 @@ def with_fused_lm_head(model: torch.nn.Module, workload: Workload) -> Iterator[N
     if not workload.fused_lm_head:
         yield
         return
-    utils, _ = _trl()
     base: Any = engine_model(model)
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     own = vars(base).get("forward")
+    if workload.fused_lm_head == "liger":
+        base.forward = liger_forward(base)
+        yield  # what is put back around a trace takes it away
+        return
+    utils, _ = _trl()
     with fused_stand_ins():
-        utils.add_fused_lm_head(base, outputs=OUTPUTS)
+        utils.add_fused_lm_head(base, outputs=GRPO_OUTPUTS if workload.completion_length else OUTPUTS)
         try:
             yield
         finally:

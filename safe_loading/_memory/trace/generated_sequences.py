@@ -15,12 +15,16 @@ from .step_tensors import classify_inputs, field
 class GeneratedSequences:
     """The rows that ``generate()`` of transformers writes, token by token, and the model's arguments for them.
 
-    Greedy search, as in ``GenerationMixin.generate`` of transformers 5.23: each row has positions of its own, a mask
-    that hides nothing is left out since 5.18, and the scores of the last tokens stay until the next ones are there. A
-    decoder beside an encoder starts with one token, whatever the length of the text that the encoder reads.
+    Greedy search or sampling, as in ``GenerationMixin.generate`` of transformers 5.23: each row has positions of its
+    own, a mask that hides nothing is left out since 5.18, and the scores of the last tokens stay until the next ones
+    are there. A decoder beside an encoder starts with one token, whatever the length of the text that the encoder
+    reads.
     """
 
-    def __init__(self, prompt: Mapping[str, torch.Tensor], inputs: StepInputs, ledger: Ledger) -> None:
+    def __init__(
+        self, prompt: Mapping[str, torch.Tensor], inputs: StepInputs, ledger: Ledger, *, sampled: bool = False
+    ) -> None:
+        self._sampled = sampled
         self._inputs, self._ledger = inputs, ledger
         others = {**prompt}
         start = others.pop("decoder_input_ids", None)
@@ -47,6 +51,7 @@ class GeneratedSequences:
         self._special_tokens = inputs.special_tokens()
         self._chosen: torch.Tensor | None = None
         self._scores: torch.Tensor | None = None
+        self._probabilities: torch.Tensor | None = None
         if start is None:
             self._unfinished = inputs.tokens(self._ids.shape[0])
         classify_inputs([self._ids, self._positions, self._unfinished, self._special_tokens], ledger)
@@ -77,6 +82,10 @@ class GeneratedSequences:
         logits = field(output, "logits")
         if isinstance(logits, torch.Tensor):
             self._scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=self._ids.device)
+            if self._sampled:
+                self._probabilities = torch.softmax(self._scores, dim=-1)
+                drawn = torch.empty_like(self._probabilities)  # torch.multinomial divides by as many random numbers
+                del drawn
         if self._unfinished is None:
             self._unfinished = self._inputs.tokens(rows)
         # a row that is finished gets the padding's id, while the model's output is alive

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,22 +24,25 @@ _NUMBERS_FOR_EACH_CLASS = ("regression", "multi_label_classification")
 _VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
 _OF_TASKS = ("POLY", "MULTITASK_PROMPT_TUNING")  # methods of peft that are told the task of each row
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ENGINES = ("transformers", "peft", "torch")
 _MOST_WRAPPERS = 8  # around one another; ends the search should a model contain itself
 
 
 def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
     """Return the arguments of the model's forward by name, and whether each is required.
 
-    Where a forward takes ``**kwargs``, the arguments of the model inside it are included.
+    Where a forward takes ``**kwargs``, the arguments of that which it passes them to are included: of the class that it
+    derives from, and of the model inside it. Where one of them takes none, no others can be passed.
     """
     names: dict[str, bool] = {}
     for _ in range(_MOST_WRAPPERS):
-        parameters = inspect.signature(model.forward).parameters
-        for name, parameter in parameters.items():
-            if parameter.kind not in _VARIADIC:
-                names.setdefault(name, parameter.default is inspect.Parameter.empty)
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
+        for forward in _forwards(model):
+            parameters = inspect.signature(forward).parameters
+            for name, parameter in parameters.items():
+                if parameter.kind not in _VARIADIC:
+                    names.setdefault(name, parameter.default is inspect.Parameter.empty)
+            if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return names
         if hasattr(text_config(getattr(model, "config", None)), "use_cache"):
             names.setdefault("use_cache", False)  # which the model inside it takes
         inner = _inner_model(model)
@@ -46,6 +50,22 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
             break
         model = inner
     return names
+
+
+def _forwards(model: torch.nn.Module) -> Iterator[Callable[..., object]]:
+    """Yield the model's forward, and those of its users' classes and their first base of an engine, if they take more.
+
+    What a class of an engine calls is its own affair: the arguments that one of them drops are named by none above it.
+    """
+    yield model.forward
+    for cls in type(model).__mro__:
+        own = vars(cls).get("forward")
+        if own is None or cls is torch.nn.Module:
+            continue
+        if own is not getattr(model.forward, "__func__", None):
+            yield functools.partial(own, model)
+        if cls.__module__.partition(".")[0] in _ENGINES:
+            return
 
 
 def _inner_model(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -55,10 +55,10 @@ def _on_real_tensors() -> Iterator[None]:
 class KnownValues:
     """The real values of some fake tensors, and the assumptions where values are unknown."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._most, self._most_floats = MAX_ELEMENTS, MAX_FLOATS
-        self.generators = OwnGenerators()
+        self.generators = OwnGenerators(seed)
         self.assumptions: dict[str, None] = {}  # a set that keeps its order
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from safe_loading.errors import ArgumentError
 from .inputs import engine_model
 from .ledger import Ledger
 
-Reference = Callable[[Mapping[str, Any]], None]
+Reference = Callable[[Mapping[str, Any]], Any]
 
 
 def refuse_reference(model: torch.nn.Module, workload: Workload) -> None:
@@ -39,9 +39,9 @@ def reference_pass(model: torch.nn.Module, workload: Workload, ledger: Ledger) -
     if workload.reference == "model":
         _allocate_copy(model, ledger, of_base=without_adapter is not None)
 
-    def run(batch: Mapping[str, Any]) -> None:
+    def run(batch: Mapping[str, Any]) -> Any:
         with torch.no_grad(), contextlib.nullcontext() if without_adapter is None else without_adapter():
-            model(**batch)
+            return model(**batch)
 
     return run
 

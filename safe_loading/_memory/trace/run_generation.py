@@ -33,7 +33,7 @@ def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInput
         if inputs.classifies or (not inputs.generates and "decoder_input_ids" not in prompt):
             return _forward_passes(model, prompt, workload, inputs, ledger, options, name)
         encoder_decoder = "decoder_input_ids" in prompt
-        sequences = GeneratedSequences(prompt, inputs, ledger)
+        sequences = GeneratedSequences(prompt, inputs, ledger, sampled=workload.do_sample)
         prompt.pop("decoder_input_ids", None)  # which generate() makes itself
         with _encoder_output(model if encoder_decoder else None) as encoder_outputs:
             output = model(**sequences.prompt(), **options)

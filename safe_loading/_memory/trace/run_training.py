@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from safe_loading._core.workload import OptimizerRule, Workload
+from safe_loading._core.optimizer_rules import OptimizerRule
+from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
+from .grpo_step import GrpoStep
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import Reference, reference_pass
@@ -80,24 +82,18 @@ def _run_micro_batches(
     reference: Reference | None,
 ) -> None:
     """Run the forward and the backward pass of each micro-batch."""
+    grpo = GrpoStep(model, workload, inputs, ledger, reference) if workload.completion_length else None
+    if grpo is not None:
+        ledger.phase = "forward"
+        grpo.score()
     for number in range(micro_batches):
         last = number == micro_batches - 1
         trained.begin_micro_batch(last)
         ledger.phase = "forward"
-        batch = inputs.batch(workload.batch_size, workload.sequence_length)
-        if workload.labels and "labels" in inputs.names and "labels" not in batch:
-            batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
-        classify_inputs(batch, ledger)
-        options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
-        options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
-        with torch.enable_grad(), autocast(workload), _offloaded(workload):
-            output = model(**batch, **options)
-            if reference is not None:
-                reference({**batch, **options})
-            loss = _loss_of(output)
-            if not loss.requires_grad:
-                raise TraceError(NOTHING_TRAINED)
-            del output, batch  # in the order of the Trainer, both before the backward pass
+        with _offloaded(workload):
+            loss = _forward(model, workload, inputs, ledger, reference) if grpo is None else grpo.loss()
+        if not loss.requires_grad:
+            raise TraceError(NOTHING_TRAINED)
         _classify_activations(ledger)
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"
@@ -105,6 +101,23 @@ def _run_micro_batches(
         trained.scaled(loss).backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
+
+
+def _forward(
+    model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger, reference: Reference | None
+) -> torch.Tensor:
+    """Return the loss of a micro-batch; its output and inputs are dropped, as the Trainer does before backward."""
+    batch = inputs.batch(workload.batch_size, workload.sequence_length)
+    if workload.labels and "labels" in inputs.names and "labels" not in batch:
+        batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
+    classify_inputs(batch, ledger)
+    options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
+    options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
+    with torch.enable_grad(), autocast(workload):
+        output = model(**batch, **options)
+        if reference is not None:
+            reference({**batch, **options})
+        return _loss_of(output)
 
 
 class _Importance:

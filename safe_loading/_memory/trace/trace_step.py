@@ -19,6 +19,7 @@ from safe_loading._core.interrupts import undone
 from safe_loading._core.spread import Spread
 from safe_loading._core.stubs import answer_no
 from safe_loading._core.thread_patches import patched
+from safe_loading._core.walk import hidden_modules, hidden_parts
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
@@ -45,7 +46,7 @@ from .known_values import KnownValues
 from .layer_segments import NotAlikeError, whole_step
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
-from .records import StepTrace
+from .records import Component, StepTrace
 from .reference_pass import refuse_reference
 from .repeated_layers import repeated_layers
 from .replicated_step import ReplicatedParameters, replicated, shares
@@ -80,6 +81,7 @@ def trace_step(
     attached_there: bool = False,
     prepare_for_kbit: KbitPreparation = "none",
     every_layer: bool = False,
+    seed: int = 0,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -94,10 +96,20 @@ def trace_step(
     With a `spread` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
     adapter is attached: what peft leaves on the host then stays there, such as the permutations of BOFT.
     `prepare_for_kbit` is for the adapter of a base in 4 or 8 bits. Of layers that are alike a few run and stand for the
-    others where their steps are found to be equal; with `every_layer` all of them run, for whoever watches them.
+    others where their steps are found to be equal; with `every_layer` all of them run, for whoever watches them. The
+    model draws its random numbers from `seed`.
     """
     options = _Options(
-        workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, prepare_for_kbit
+        workload,
+        placement,
+        inputs,
+        cached_outputs,
+        offload_buffers,
+        spread,
+        rank,
+        attached_there,
+        prepare_for_kbit,
+        seed,
     )
     if workload.new_tokens:
         end = workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)
@@ -106,6 +118,7 @@ def trace_step(
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
+        alike = alike and not workload.completion_length  # as its samples are scored
         if alike and spread is None and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
                 return _traced(model, options, skip_layers=True)
@@ -122,18 +135,19 @@ class _Options(NamedTuple):
     rank: int
     attached_there: bool
     prepare_for_kbit: KbitPreparation
+    seed: int
 
 
 def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = False) -> StepTrace:
     """Trace a step, in which one of each few equal layers stands for the others if they may be skipped."""
-    workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, preparation = options
-    ledger, values = Ledger(), KnownValues()
-    where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
+    workload, placement, inputs, cached_outputs, offload, spread, rank, attached_there, preparation, seed = options
+    ledger, values = Ledger(), KnownValues(seed)
+    where = TracePlacement(placement, offload_buffers=offload, attached_there=attached_there)
     with contextlib.ExitStack() as stack:
         stack.enter_context(switches_put_back())
         stack.enter_context(cuda_autocast(workload))
         mesh = stack.enter_context(fake_ranks(spread, rank))
-        stack.enter_context(undone(Snapshot(model).restore))
+        stack.enter_context(undone(Snapshot(model, others=hidden_modules(model)).restore))
         adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=preparation)
         running = stack.enter_context(adapted)
         where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
@@ -203,11 +217,36 @@ def _run(
             trained = GradientsOfSkipped(trained.parameters, skipped) if skipped.lists else trained
             if workload.kind == "train":
                 run_training(running, workload, inputs, ledger, trained)
+                if sharding is None:
+                    _count_as_own(model, ledger)
                 cache = None
             else:
                 cache = run_generation(running, workload, inputs, ledger)
         ledger.close()
         del cache  # after the ledger is closed, because it outlives the step
+
+
+def _count_as_own(model: torch.nn.Module, ledger: Ledger) -> None:
+    """Count the tensors in the model's parameters and buffers as theirs after a step: code may have put others in.
+
+    A parameter that the model holds past torch keeps its gradient, which no optimizer drops.
+    """
+    hidden = [*hidden_parts(model).values()]
+    parts = [model, *(part for part in hidden if isinstance(part, torch.nn.Module))]
+    parameters = [
+        *(p for part in parts for p in part.parameters()),
+        *(p for p in hidden if isinstance(p, torch.nn.Parameter)),
+    ]
+    own: dict[Component, list[torch.Tensor]] = {
+        "weights": [*parameters],
+        "buffers": [buffer for part in parts for buffer in part.buffers()],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+    }
+    for component, tensors in own.items():
+        for tensor in tensors:
+            index = ledger.index_of(tensor)
+            if index is not None and ledger.allocations[index].component in ("activations", "temporary"):
+                ledger.classify(index, component)
 
 
 def ranks_alike(

@@ -1,0 +1,71 @@
+"""The state that optimizers keep for each parameter, by their names and the Trainer's. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """The state that one optimizer keeps for each trainable parameter."""
+
+    moments: int  # tensors of the parameter's shape
+    itemsize: int | None = None  # bytes of an element of a moment; None for the parameter's own dtype
+    source: str | None = None  # where the class is defined, as module:name; None when its step is not run
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that the class is made with
+    block: int = 0  # elements that share one float32 statistic, for moments that are quantized in blocks
+    factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
+    paged: bool = False  # whether large moments are in pages that the driver moves to the host
+
+    def state_bytes(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> int:
+        """Return the bytes of state of one trainable parameter, step counters left out.
+
+        The Trainer keeps the moments of embeddings in 32 bits where others have 8.
+        """
+        count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
+        in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
+        if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
+            return 0 if in_pages else self.moments * count * 4
+        if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
+            return self.moments * (count * width * (not in_pages) + math.ceil(count / self.block) * 4)
+        if in_pages:
+            return 0
+        if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
+            return (count // shape[-1] + count // shape[-2]) * width
+        return (self.moments or int(self.factored)) * count * width
+
+
+_FUSED = (("fused", True),)
+# FakeTensorMode has no shape rule for torch's fused SGD; the loop over single tensors takes the same memory
+_ONE_BY_ONE = (("foreach", False),)
+OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
+    {
+        # fused as transformers' Trainer has it by default ("adamw_torch_fused")
+        "adamw": OptimizerRule(2, source="torch.optim:AdamW", options=_FUSED),
+        "adam": OptimizerRule(2, source="torch.optim:Adam", options=_FUSED),
+        # torch's own default on an accelerator; its step takes one more copy of the parameters for a while
+        "adamw_foreach": OptimizerRule(2, source="torch.optim:AdamW", options=(("foreach", True),)),
+        "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
+        "lion": OptimizerRule(1),
+        "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
+        "lion_32bit": OptimizerRule(1, itemsize=4),  # as the Trainer's
+        "paged_adamw_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True),
+        "paged_adamw_32bit": OptimizerRule(2, itemsize=4, paged=True),
+        "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
+        "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
+        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
+        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop"),
+        # transformers' class, which computes and keeps in float32
+        "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
+        "none": OptimizerRule(0),
+    }
+)
+ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+}

@@ -1,0 +1,225 @@
+"""Structures of people's modules that train well: an audit says nothing of them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from silent_scripts import HIDDEN, LORA, adamw, adapted, base
+from test_audit_model import codes
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # as everybody calls it
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from safe_loading import Transparent, Workload, audit_model, wrap_transparent
+
+STEP = Workload.train(2, 16)
+
+
+def trainer_with(model: Any, **held: Any) -> Any:
+    return types.SimpleNamespace(model=model, args=None, optimizer=None, **held)
+
+
+def test_an_average_that_a_trainer_updates_is_no_teacher() -> None:
+    model = base()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    assert codes(model, STEP, trainer=trainer_with(model, ema=average)) == {}
+    adapter = adapted()
+    whole = torch.optim.swa_utils.AveragedModel(adapter)
+    found = codes(adapter, STEP, trainer=trainer_with(adapter, ema=whole))
+    assert set(found) == {"SL113"}  # the base is in it once more
+    small = eval(found["SL113"].fix.removeprefix("keep what is trained alone: ").rstrip("."), {"model": adapter})
+    assert codes(adapter, STEP, trainer=trainer_with(adapter, ema=small)) == {}
+
+
+def test_a_copy_is_the_reference_of_a_model_that_is_trained_whole() -> None:
+    model, reference = base(), base().requires_grad_(requires_grad=False)
+    assert codes(model, STEP, trainer=trainer_with(model, ref_model=reference)) == {}
+
+
+class Preference:
+    """A trainer whose reference runs without gradients, as trl's."""
+
+    args = optimizer = None
+
+    def __init__(self, model: Any, reference: Any) -> None:
+        self.model, self.ref_model = model, reference
+
+    def compute_loss(self, model: Any, inputs: Any) -> Any:
+        with torch.no_grad():
+            target = self.ref_model(**inputs).logits
+        return model(**inputs).loss + target.mean()
+
+
+class Decorated(Preference):
+    """The same by a decorator."""
+
+    @torch.no_grad()
+    def target(self, inputs: Any) -> Any:
+        return self.ref_model(**inputs).logits
+
+    def compute_loss(self, model: Any, inputs: Any) -> Any:
+        return model(**inputs).loss + self.target(inputs).mean()
+
+
+class Forgetful(Preference):
+    """One that forgot it."""
+
+    def compute_loss(self, model: Any, inputs: Any) -> Any:
+        return model(**inputs).loss + self.ref_model(**inputs).logits.mean()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Preference, set()), (Decorated, set()), (Forgetful, {"SL114"})])
+def test_a_reference_that_trainers_run_without_gradients_is_healthy(kind: Any, expected: set[str]) -> None:
+    model = base()
+    assert set(codes(model, STEP, trainer=kind(model, base()))) == expected
+
+
+def test_an_optimizer_may_have_more_than_the_model() -> None:
+    model, critic = base(), nn.Linear(HIDDEN, 1)
+    own = torch.optim.Adam(critic.parameters())
+    assert codes(model, STEP, trainer=trainer_with(model, critic=critic, critic_optimizer=own)) == {}
+    assert codes(model, STEP, optimizer=adamw([*model.parameters(), *critic.parameters()])) == {}
+    trainer = trainer_with(model, critic=critic)
+    found = codes(model, STEP, trainer=trainer)["SL118"]
+    assert (found.where, found.severity) == ("trainer.critic", "warning")
+    of_both, _, frozen = found.fix.removeprefix("pass an optimizer of both, ").partition("; or ")
+    scope = {"torch": torch, "model": model, "trainer": trainer}
+    trainer.optimizer = eval(of_both, scope)
+    assert codes(model, STEP, trainer=trainer) == {}
+    trainer.optimizer = None
+    exec(frozen.partition(" if ")[0], scope)
+    assert codes(model, STEP, trainer=trainer) == {}
+
+
+class Momentum(LlamaPreTrainedModel):
+    """A contrastive model whose second encoder and queue follow in the forward pass, as in MoCo."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.query, self.key = LlamaModel(config), LlamaModel(config)
+        self.register_buffer("queue", torch.randn(config.hidden_size, 8))
+        self.post_init()
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(requires_grad=False)
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        query = self.query(**inputs)[0][:, -1]
+        with torch.no_grad():
+            for own, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                own.data = 0.9 * own.data + 0.1 * other.data
+            key = self.key(**inputs)[0][:, -1]
+        scores = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone()], 1)
+        self.queue[:, : len(key)] = key.T
+        return SequenceClassifierOutput(loss=F.cross_entropy(scores, torch.zeros_like(labels[:, 0])))
+
+
+class Skipping(LlamaForCausalLM):
+    """A model that leaves out layers at random."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        state = self.model.embed_tokens(input_ids)
+        positions = self.model.rotary_emb(state, torch.arange(state.shape[1], device=state.device)[None])
+        for layer in self.model.layers:
+            if not self.training or torch.rand(()) < 0.5:
+                state = layer(state, position_embeddings=positions)
+        logits = self.lm_head(self.model.norm(state))
+        return SequenceClassifierOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+class Strict(LlamaPreTrainedModel):
+    """A model that takes nothing more than it names."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.encoder, self.out = LlamaModel(config), nn.Linear(config.hidden_size, 3)
+        self.mask: Any = None
+        self.register_buffer("seen", torch.ones(4, 4), persistent=False)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        length = input_ids.shape[1]
+        if self.mask is None:  # made once, and then kept
+            self.mask = torch.ones(length, device=input_ids.device)
+        if self.seen.shape[0] < length:
+            self.seen = torch.ones(length, length, device=input_ids.device)
+        state = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0] * self.mask[:, None]
+        loss = F.cross_entropy(self.out(state.mean(1)), labels[:, 0] % 3) + 0.0 * self.seen.sum()
+        return SequenceClassifierOutput(loss=loss)
+
+
+class PassesOn(Strict):
+    """A class of the same that hands on whatever it gets."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Distilled(Transparent):
+    """A student whose teacher is held in a list, so that no checkpoint has it."""
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        out = super().__call__(*args, **inputs)
+        held: Any = self
+        with torch.no_grad():
+            target = held.teacher[0](**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        out.loss = out.loss + F.mse_loss(out.logits, target)
+        return out
+
+
+def distilled() -> Any:
+    model = wrap_transparent(adapted(), Distilled)
+    model.teacher = [base()]
+    model.accepts_loss_kwargs = False
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: base(Momentum), lambda: base(Skipping), lambda: base(Strict), lambda: base(PassesOn), distilled],
+    ids=["momentum", "skipping", "strict", "passes on", "distilled"],
+)
+def test_nothing_is_found_on_a_healthy_module(make: Any) -> None:
+    assert audit_model(make(), STEP, forecast=False, round_trip=True).findings == ()
+
+
+def test_what_a_trainer_passes_and_a_model_refuses() -> None:
+    model: Any = base(PassesOn)
+    found = codes(model, STEP, trainer=trainer_with(model))["SL126"]
+    assert "num_items_in_batch" in found.message
+    assert found.fix.startswith("set model.accepts_loss_kwargs = False")
+    model.accepts_loss_kwargs = False
+    assert codes(model, STEP, trainer=trainer_with(model)) == {}
+    adapter = get_peft_model(base(Strict), LoraConfig(**{**LORA, "task_type": "TOKEN_CLS"}))
+    assert codes(adapter, STEP)["SL126"].fix.startswith("let the forward take the argument, or **kwargs")
+    adapter = get_peft_model(base(Tolerant), LoraConfig(**{**LORA, "task_type": "TOKEN_CLS"}))
+    assert "SL126" not in codes(adapter, STEP)
+
+
+class Tolerant(Strict):
+    """The same, as the advice says."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def test_a_part_of_ones_own_that_was_never_trained() -> None:
+    model: Any = base(Tolerant)
+    model.out.requires_grad_(requires_grad=False)
+    found = codes(model, STEP)["SL135"]
+    assert found.where == "out"
+    exec(found.fix.removeprefix("call ").rstrip("."), {"model": model})
+    assert "SL135" not in codes(model, STEP)
+    model.out.requires_grad_(requires_grad=False)
+    model.average = nn.Linear(HIDDEN, 3).requires_grad_(requires_grad=False)
+    model.average.load_state_dict(model.out.requires_grad_(requires_grad=True).state_dict())
+    assert "SL135" not in codes(model, STEP)  # it follows a trained part

@@ -1,0 +1,142 @@
+"""A step of GRPO beside trl's own trainer, on the CPU's allocator: its samples, their scores and the loss."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocator import peak_above_start
+from allocator_truth import NEVER, above_start
+from models import WIDE, tokenizer
+from peft import LoraConfig, get_peft_model
+from test_trl_trainers import CONFIG, LORA, options, table, trl  # noqa: F401  # a fixture
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import ArgumentError, Spread, Workload, audit_model, predict_memory
+from safe_loading._memory.trace import fused_lm_head
+from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._memory.trace.two_ends import trace_two_ends
+
+PROMPT, COMPLETION, ROWS, STEPS = 16, 48, 4, 2
+WORDS = " ".join(f"w{number}" for number in range(4, 4 + PROMPT))
+
+
+def made() -> Any:
+    return LlamaForCausalLM(copy.deepcopy(CONFIG)).train()  # a trainer writes to the config
+
+
+def grpo_trainer(trl: Any, model: Any, folder: Path, **settings: Any) -> Any:  # noqa: F811  # the fixture
+    args = trl.GRPOConfig(
+        **options(folder),
+        gradient_checkpointing=False,
+        max_completion_length=COMPLETION,
+        num_generations=ROWS,
+        steps_per_generation=STEPS,
+        generation_kwargs={"eos_token_id": NEVER},
+        **settings,
+    )
+
+    def reward(completions: Any, **_: Any) -> list[float]:
+        return [float(number) for number in range(len(completions))]
+
+    rows = table({"prompt": [WORDS] * 16})
+    return trl.GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("reference", "adapter", "old", "checkpointed"),
+    [(None, None, False, False), ("model", None, False, False), ("adapter_off", LORA, True, True)],
+)
+def test_a_step_takes_what_the_allocator_gives(
+    trl: Any,  # noqa: F811  # the fixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reference: Any,
+    adapter: LoraConfig | None,
+    old: bool,
+    checkpointed: bool,
+) -> None:
+    step = Workload.grpo(
+        ROWS,
+        PROMPT,
+        COMPLETION,
+        checkpointed,
+        "none",
+        adapter,
+        generated_rows=ROWS * STEPS,
+        old_log_probs=old,
+        reference=reference,
+    )
+    trained = above_start(trace_step(made(), step), "forward", "backward")
+    generated = above_start(trace_two_ends(step.rollout, lambda work: trace_step(made(), work)), "prefill", "decode")
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: made())
+    running = made() if adapter is None else get_peft_model(made(), adapter)
+    accumulated = {"gradient_accumulation_steps": 1 if old else STEPS, "beta": 0.1 if reference else 0.0}
+    trainer = grpo_trainer(trl, running, tmp_path, **accumulated)
+    trainer.current_gradient_accumulation_steps = accumulated["gradient_accumulation_steps"]
+    if checkpointed:
+        # a CPU's random state takes 5 KiB in each checkpoint
+        running.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        running.enable_input_require_grads()
+        trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False, "preserve_rng_state": False}
+
+    def run() -> None:
+        batch = trainer._prepare_inputs([{"prompt": WORDS}] * (ROWS * STEPS))
+        trainer.compute_loss(trainer.model.train(), batch).backward()
+
+    def generate() -> Any:
+        return trainer._generate_single_turn([[5] * PROMPT] * (ROWS * STEPS), None, {}, ROWS)
+
+    with fused_lm_head.fused_stand_ins():
+        assert peak_above_start(generate) == pytest.approx(generated, rel=0.005)
+        assert abs(peak_above_start(run) - max(trained, generated)) <= 64  # advantages and other scalars of a row
+    found = audit_model(running, Workload.train(ROWS, PROMPT + COMPLETION, checkpointed), trainer)
+    assert found.findings == ()
+    assert found.forecast is not None
+    assert found.forecast.workload == step.replace(adapter=None, optimizer="adamw")
+
+
+def test_samples_of_the_model_run_beside_all_that_the_step_finds() -> None:
+    config = LlamaConfig(**WIDE)
+    step = Workload.grpo(1, 32, 480, optimizer="adamw", generated_rows=0)
+    alone, few, many = (predict_memory(config, step.replace(generated_rows=rows)) for rows in (0, 1, 512))
+    assert alone.allocated_peak_bytes == few.allocated_peak_bytes  # vLLM's, or less than the training takes
+    generation = predict_memory(config, step.replace(generated_rows=512).rollout)
+    state = many.components["optimizer"]
+    assert state == alone.components["optimizer"]
+    more = many.allocated_peak_bytes - generation.allocated_peak_bytes
+    assert state <= more <= state * 1.5  # and the scratch of the backward pass's products
+    assert many.peak_at.startswith("decode")
+
+
+def test_what_is_no_step_of_grpo_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="completion_length=64: fewer tokens than a row of 64"):
+        Workload.train(1, 64, fused_lm_head=True, completion_length=64)
+    with pytest.raises(ArgumentError, match="pass fused_lm_head=True"):
+        Workload.train(1, 64, completion_length=32)
+    assert Workload.train(1, 64, fused_lm_head=True, completion_length=32).completion_length
+    with pytest.raises(ArgumentError, match=r"pass completion_length= too"):
+        Workload.train(1, 64, generated_rows=4)
+    with pytest.raises(ArgumentError, match=r"Workload.grpo needs integers"):
+        Workload.grpo(1, 0, 32)
+    with pytest.raises(ArgumentError, match="Forecast one card, or its training alone"):
+        predict_memory(CONFIG, Workload.grpo(1, 32, 32), spread=Spread.ddp(2))
+    alone = Workload.grpo(1, 32, 32).replace(
+        completion_length=0, generated_rows=0, old_log_probs=False, fused_lm_head=False
+    )
+    assert predict_memory(CONFIG, alone, spread=Spread.ddp(2)).allocated_peak_bytes
+    assert eval(repr(Workload.grpo(2, 8, 8, old_log_probs=True)), {"Workload": Workload}) == Workload.grpo(
+        2, 8, 8, old_log_probs=True
+    )
+
+
+def test_tokens_that_are_drawn_keep_their_probabilities() -> None:
+    model = made()
+    greedy, drawn = (
+        above_start(trace_step(model, Workload.generate(64, 1, decode_steps=2, do_sample=sample)), "prefill", "decode")
+        for sample in (False, True)
+    )
+    assert drawn - greedy == 64 * CONFIG.vocab_size * torch.float32.itemsize
