@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
+from .middles import Middles
+
 ROUNDED = 2.0**-20  # relative: the encoder divides and compares in float32
-_CELLS = 4096  # of equal width from -1 to 1, in each of which lies one middle between two numbers at the most
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,9 +41,8 @@ class CodeTable:
         self.numbers: torch.Tensor
         self.numbers, self._rank_of = torch.unique(numbers.double(), return_inverse=True)
         middles = (self.numbers[1:] + self.numbers[:-1]) / 2
-        self._middles = middles
+        self._middles = Middles(middles)
         infinite = torch.tensor([math.inf], dtype=torch.float64)
-        self._of_cells = _cells_of(middles)
         # Beyond the ends lies what is as large as the block's largest value at most, which the scale bounds.
         self.low, self.high = torch.cat([-infinite, middles]), torch.cat([middles, infinite])
 
@@ -56,29 +56,7 @@ class CodeTable:
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the place of the number that is nearest to each value."""
-        if self._of_cells is None:
-            return torch.bucketize(values, self._middles)
-        before, middle = self._of_cells  # in a third of bucketize's time
-        cells = _cells(values)
-        return before.index_select(0, cells).add_(middle.index_select(0, cells) < values)
-
-
-def _cells(values: torch.Tensor) -> torch.Tensor:
-    """Return the cell of each value; a larger value is in no cell before, so that middles of other cells need no look."""
-    places = (values + 1).mul_(_CELLS / 2).clamp_(0, _CELLS - 1)
-    return places.int().clamp_(min=0)  # of NaN, too
-
-
-def _cells_of(middles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return how many middles lie in the cells before each, and the one in it; None where some cell has several."""
-    cells = _cells(middles).long()
-    if len(cells.unique()) < len(cells):  # type: ignore[no-untyped-call]
-        return None
-    middle = torch.full((_CELLS,), math.inf, dtype=torch.float64)
-    middle[cells] = middles
-    before = torch.zeros(_CELLS, dtype=torch.int64)
-    before[cells] = 1
-    return before.cumsum(0) - before, middle
+        return self._middles.before(values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
