@@ -25,7 +25,7 @@ import torch
 from safe_loading._merging.weights.update import Term, Update
 
 NOISE = 8.0  # standard deviations, beyond which a factor is not taken for 1
-_MOST = 1 << 22  # elements of a section that its factor is told from; more of them would tell no other mistakes
+_MOST = 1 << 20  # elements of a section that its factor is told from; more of them would tell no other mistakes
 _ROWS = 4096  # of which a copy in float64 is made
 
 
