@@ -112,9 +112,8 @@ def _merge_into_codes(root: Path) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     torch.set_default_dtype(torch.float32)  # bitsandbytes chooses codes by a table in it
-    quantization: Any = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
+    make: Any = BitsAndBytesConfig  # whose constructor has no annotations
+    quantization = make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model: Any = AutoModelForCausalLM.from_pretrained(
         root / "base", quantization_config=quantization, dtype=torch.bfloat16, device_map="cpu"
     )
