@@ -104,6 +104,7 @@ MADE_BY_TESTS = {
         "merged-config": f"{VERIFY}test_the_files_beside_the_weights",
         "merged-files-lost": f"{VERIFY}test_the_files_beside_the_weights",
         "merged-files-changed": f"{VERIFY_MISTAKES}test_a_file_beside_the_weights_that_changed_is_named",
+        "merged-tokenizer-ids": f"{VERIFY.replace('merge.py', 'merge_tokenizers.py')}test_other_ids_are_named",
         "merged-tokenizer-of-base": f"{VERIFY}test_the_files_beside_the_weights",
     },
     "doctor.md": {

@@ -24,6 +24,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "copy {} from the base or the adapter": f"{_VERIFIED}test_the_files_beside_the_weights",
         "copy the adapter's": f"{_VERIFIED}test_the_files_beside_the_weights",
     },
+    "_merging/disk/compare_tokenizers.py": {
+        "copy the tokenizer of the base or the adapter": "merging/test_verify_merge_tokenizers.py::"
+        "test_other_ids_are_named",
+    },
     "_merging/disk/compare_verdicts.py": {"merge again": f"{_VERIFIED}test_a_stale_shard_is_named"},
     "_merging/verify_merge.py": {
         'pass "adapter", "base"': VALUES,

@@ -33,7 +33,7 @@ from .output_plan import TensorPlan
 from .quantized_base import RowDecoder, read_tensor
 from .thread_buffers import Buffers
 
-_ELEMENTS = 1 << 16  # that are compared at once, at least
+_ELEMENTS = 1 << 15  # that are compared at once, at least: a dozen copies in float64 are made of them
 _ADDED_IN = torch.bfloat16  # by other programs, which decode to it
 
 
@@ -122,10 +122,16 @@ class BlocksComparer(TensorComparer):
         if quantized_first:
             self._from = torch.float64
         self._total = math.prod(plan.target.shape)
+        self._block_bytes = _ELEMENTS * (8 if self._from is None else self._from.itemsize)
         self._at, self._pending = 0, torch.empty(0, dtype=torch.float64)  # the sums of blocks that are not whole yet
         width = max(self._columns, 1)
         self._step = math.lcm(width, self._codes.block)
         self._step *= max(1, _ELEMENTS // self._step)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether some code so far is beyond rounding."""
+        return any(sums.outside for _, sums in self._sums.values())
 
     def _open_decoder(self) -> RowDecoder | None:
         if not self._quantized_first:
@@ -150,7 +156,7 @@ class BlocksComparer(TensorComparer):
         data = bytearray(end - begin)
         read_into(self._target, memoryview(data), self._found.info.start + begin)
         ranks = codes.table.ranks_of(codes.unpack(torch.frombuffer(data, dtype=torch.uint8))[:count])
-        found = FoundBlocks(codes, ranks, codes.scales.of(codes.blocks(first, count)))
+        found = FoundBlocks(codes, ranks, codes.scales_of(codes.blocks(first, count)))
         nearest = found.rounded(exact)
         if torch.equal(nearest, found.values):
             return
@@ -179,25 +185,26 @@ class _QuantizedRows:
         # It may have been loaded in bfloat16 before.
         self._slack = ROUNDED if self._dtype is torch.bfloat16 else 2.0**-8
         step = codes.block * max(1, _ELEMENTS // codes.block)
-        parts = [codes.largest(self._read(at, min(step, self._total - at)).abs()) for at in range(0, self._total, step)]
-        self._largest = torch.cat(parts)
-        self._scales, self._off = codes.round_scales(self._largest)
+        parts = (codes.largest(self._read(at, min(step, self._total - at)).abs()) for at in range(0, self._total, step))
+        self._largest = torch.cat([part.to(self._dtype) for part in parts])  # numbers of it
+        self._rounded = codes.round_scales(self._largest)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return some rows in float64."""
         first, last = start * self._columns, stop * self._columns
         begin, values, blocks = self._places(first, last)
         numbers = self._codes.table.decode(self._codes.table.nearest(values))
-        decoded = numbers * self._codes.spread(self._scales[blocks], len(values))
+        decoded = numbers * self._codes.spread(self._rounded(blocks)[0], len(values))
         return decoded[first - begin : last - begin].view(-1, self._columns)
 
     def error(self, first: int, count: int) -> torch.Tensor:
         """Return how far each element may be off, where its value or its scale lies between two codes."""
         begin, values, blocks = self._places(first, first + count)
-        table, scales = self._codes.table, self._codes.spread(self._scales[blocks], len(values))
+        table, (of_blocks, off_blocks) = self._codes.table, self._rounded(blocks)
+        scales = self._codes.spread(of_blocks, len(values))
         off = 2 * self._slack * values.abs()  # of a value over its scale, each of which may be off
         at, low, high = (table.decode(table.nearest(each)) for each in (values, values - off, values + off))
-        by_scale = self._codes.spread(self._off[blocks], len(values)) + scales * self._slack
+        by_scale = self._codes.spread(off_blocks, len(values)) + scales * self._slack
         error = torch.maximum(at - low, high - at) * scales + at.abs() * by_scale
         return error[first - begin : first - begin + count]
 
@@ -206,7 +213,7 @@ class _QuantizedRows:
         block = self._codes.block
         begin, end = first // block * block, min(-(-last // block) * block, self._total)
         values, blocks = self._read(begin, end - begin), self._codes.blocks(begin, end - begin)
-        largest = self._codes.spread(self._largest[blocks], len(values))
+        largest = self._codes.spread(self._largest[blocks].double(), len(values))
         return begin, values / largest.where(largest > 0, 1.0), blocks
 
     def _read(self, first: int, count: int) -> torch.Tensor:

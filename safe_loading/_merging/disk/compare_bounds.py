@@ -6,7 +6,10 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 2**-11 for float16) and ``f`` that of float32 (2**-24):
 
 - a product of two float32 factors of rank r is off by no more than ``(r + 1) f D``, scaled by ``(r + 2) f D``;
-- a merge in 16 bits rounds both factors, their product and the scaled product to 16 bits: ``((1 + e)**4 - 1) D``;
+- a merge in 16 bits rounds both factors to 16 bits, or scales one of them before and rounds that: each is carried out
+  (``compare_roads.py``), and moves an element by the largest of the differences, ``v``;
+- it rounds their product and the scaled product: ``((1 + e)**2 - 1) (|u| + v)``; a GPU may multiply in TF32, whose
+  factors have 10 bits of a fraction: ``2**-10 D``;
 - in float16, what is rounded below its least normal number is off by 2**-25 whatever its size: the scaled product and
   the sum by that, the product by ``|s|`` times that, a factor by ``|s|`` times that and the sum of the other factor's
   row (at most the root of r times its norm); twice that is taken, for the roundings that follow;
@@ -27,6 +30,7 @@ that of the row's bounds, ``||E|| / ||w||``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -34,11 +38,13 @@ import torch
 from safe_loading._merging.weights.update import Update
 
 from .changes import ChangedRows
+from .compare_roads import Roads
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _SINGLE = 2.0**-24
 _ROWS = 4096  # of which a copy in float64 is made
 _SMALLEST_HALF = 2.0**-24  # the least subnormal of float16
+_TF32 = 2.0**-11
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,7 +101,7 @@ class Bound:
         if self.cast or self.decoded:
             error.add_(base.abs(), alpha=unit)
         if sizes is not None and self.update is not None:
-            error.add_(sizes, alpha=self.factor)
+            self._add_products(error, sizes, row, base, exact)
             if len(self.update.terms) > 1:
                 error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
             if self._is_dora:
@@ -109,6 +115,27 @@ class Bound:
         if self.by_method:
             error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
         return error
+
+    @functools.cached_property
+    def roads(self) -> Roads | None:
+        """The roads of other programs in 16 bits; None where the bound is one of norms."""
+        if self.update is None or self.by_method or self.dtype.itemsize > 2:
+            return None
+        return Roads(self.update, self.dtype) if self._is_dora or not self.update.has_magnitude else None
+
+    def _add_products(
+        self, error: torch.Tensor, sizes: torch.Tensor, row: int, base: torch.Tensor, exact: torch.Tensor
+    ) -> None:
+        """Add the bound of the scaled products, of which the sum is taken."""
+        if self.roads is None:
+            error.add_(sizes, alpha=self.factor)
+            return
+        at = row - self.start + self.first
+        update = self.roads.exact(at, len(exact)) if self._is_dora else exact - base
+        spread = self.roads.spread(update, at)
+        error.add_(spread).add_(spread.add_(update.abs_()), alpha=(1 + UNIT[self.dtype]) ** 2 - 1)
+        ranks = 0 if self.update is None else max(term.left.shape[1] for term in self.update.terms)
+        error.add_(sizes, alpha=2 * _TF32 + (ranks + 2) * _SINGLE)
 
     @property
     def _is_dora(self) -> bool:

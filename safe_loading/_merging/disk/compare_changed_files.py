@@ -18,6 +18,7 @@ from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
+from .compare_tokenizers import NAMES, special_words, word_findings
 from .sources import is_processor
 
 _TEMPLATE, _TEMPLATE_JSON, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
@@ -29,12 +30,15 @@ _NO_MATTER = frozenset({
 
 
 def changed_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
-    """Yield the finding of files with other contents than ``expected``, by the entries that differ."""
+    """Yield the findings of files with other contents than ``expected``, by the entries and the words that differ."""
+    own = {name: content for name in NAMES if (content := content_here(folder / name)) is not None}
     found = [
         *_generation(expected, folder),
         *_templates(expected, folder),
         *_processors(expected, folder),
+        *special_words(expected, own),
     ]
+    yield from word_findings(expected, own, folder)
     if found:
         fix = "copy the files of the base or the adapter; none, if the change was meant"
         yield Finding("merged-files-changed", "warning", str(folder), "; ".join(found) + ".", f"{fix}.")

@@ -28,7 +28,8 @@ from .quantized_base import Decoder
 from .write_codes import CodesWriter, Measured, Role, Written
 from .write_tensors import sections_of
 
-_ELEMENTS = 1 << 16  # that are compared at once
+_ELEMENTS = 1 << 15  # that are compared at once: some thirty copies in float64 are made of them
+_MERGED = 1 << 15  # that are merged at once, four times as many where that is a block
 _ADDED_IN = torch.bfloat16  # by other programs, which decode to it
 # A number beyond the largest one that is stored as that one: the scale is the largest element / the largest number,
 # and both it and the sum were rounded.
@@ -41,6 +42,7 @@ class CodesComparer(CodesWriter):
     def __init__(self, merge: CodesMerge, source: int, codes: TensorInfo, target: int, scales: _Scales) -> None:
         """Take a weight, and its codes and scales as the folder has them."""
         super().__init__(merge, source, torch.device("cpu"), {})
+        self._elements = _MERGED
         read = {**merge.weight.scales, "scales": scales}
         found = dataclasses.replace(merge.weight, info=codes, scales=read)
         self._found = Decoder(found, target)
@@ -67,6 +69,9 @@ class CodesComparer(CodesWriter):
             found = as_buffer(self._found.scales)[at : self._scales_at]
             self.scales_differ = self.scales_differ or found != buffer
         yield role, 0, len(buffer)
+
+    def _encoded_at_once(self, columns: int) -> int:
+        return max(1, 2 * _ELEMENTS // max(columns, 1))
 
     def _is_written_anew(self, start: int, stop: int) -> bool:
         return True  # other programs encode all of a weight again, and so each row is held against its values

@@ -135,23 +135,31 @@ def _compare_blocks(
     stop: threading.Event,
 ) -> list[Judged]:
     """Compare one weight of codes with the merge; where it is not that, with a merge into the base's own codes."""
+    roads = (False, True) if may_be_quantized_first(pair.plan) else (False,)
     best: Judged | None = None
-    for quantized_first in (False, True) if may_be_quantized_first(pair.plan) else (False,):
+    told = 0
+    # A road that is the wrong one is left at its first wrong block; where all are wrong, each is gone to its end.
+    for quantized_first, until_wrong in ((road, until) for until in (len(roads) > 1, False) for road in roads):
         comparer = BlocksComparer(pair.plan, *descriptors, buffers, found, quantized_first=quantized_first)
+        done = 0
         for count in comparer.compare():
-            if best is None:
-                advance(count)
+            done += count
+            advance(max(done - told, 0))
+            told = max(done, told)
             if stop.is_set():
                 return []
-        result = comparer.result
-        tensor = judge(pair.plan, pair.file.relative_to(folder).as_posix(), result, found.shape)
-        tensor = dataclasses.replace(tensor, dtype=found.info.dtype, bytes=found.info.nbytes)
-        if quantized_first and tensor.verdict in RIGHT:
-            tensor = dataclasses.replace(tensor, detail="merged into the base's codes")
-        if best is None or is_better(tensor, best.tensor):
-            best = Judged(tensor, [sample for _, sums in result.sections for sample in sums.samples])
-        if best.tensor.verdict in RIGHT:
-            break
+            if until_wrong and comparer.is_wrong:
+                break
+        else:
+            result = comparer.result
+            tensor = judge(pair.plan, pair.file.relative_to(folder).as_posix(), result, found.shape)
+            tensor = dataclasses.replace(tensor, dtype=found.info.dtype, bytes=found.info.nbytes)
+            if quantized_first and tensor.verdict in RIGHT:
+                tensor = dataclasses.replace(tensor, detail="merged into the base's codes")
+            if best is None or is_better(tensor, best.tensor):
+                best = Judged(tensor, [sample for _, sums in result.sections for sample in sums.samples])
+            if best.tensor.verdict in RIGHT:
+                break
     return [] if best is None else [best]
 
 

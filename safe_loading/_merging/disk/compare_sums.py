@@ -15,6 +15,7 @@ from safe_loading._model.tensor_values import value_range
 
 from .compare_bounds import UNIT, Bound
 from .compare_midpoints import DTYPES, Interval
+from .compare_roads import FactorSums, rounded
 
 _KEPT = 16  # numbers of rows that are named
 _SAMPLES, _SAMPLE = 4, 64  # of wrong rows in each half, and elements of each, that are held against other rows
@@ -164,8 +165,10 @@ class Sums:
     change: float = 0.0  # <m - b, m - b>
     along: float = 0.0  # <m - b, u>
     nearest_along: float = 0.0  # <n - b, u>
-    rounded_along: float = 0.0  # of codes, the same with the codes of sums that were rounded to 16 bits before
+    # The same of merges that round to 16 bits before: the sum, of codes, or the base; None where nobody does.
+    rounded_along: float | None = None
     noise: float = 0.0  # <(m - n) u, (m - n) u>
+    told: FactorSums = dataclasses.field(default_factory=FactorSums)  # of floats in 16 bits
     rounding: float = 0.0  # the squares of half the gaps between stored numbers
     bound: float = 0.0  # the squares of the bounds
     factor: float = 0.0  # the relative error of the update as a whole
@@ -207,7 +210,8 @@ class Sums:
         error = bound.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
         if block.error is not None:
             error = error + block.error
-        self._add_products(block, base, merged, error)
+        self._add_products(block, base, merged, error, is_cast=bound.cast)
+        self._add_roads(block, bound, base, merged, width)
         outside = block.outside(exact, error, limited=True)
         beyond = int(outside.sum())
         self.outside += beyond
@@ -219,7 +223,9 @@ class Sums:
             else:
                 self.codes_off = max(self.codes_off, int(block.codes.off(exact)[outside].max()))
 
-    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor, error: torch.Tensor) -> None:
+    def _add_products(
+        self, block: Block, base: torch.Tensor, merged: torch.Tensor, error: torch.Tensor, *, is_cast: bool
+    ) -> None:
         """Add to the sums that tell the factor of the update."""
         exact, nearest = block.exact, block.nearest
         gaps = 2 * UNIT[block.dtype] * merged if block.codes is None else block.codes.gaps
@@ -227,10 +233,15 @@ class Sums:
         low, high = value_range(off)
         self.distance = max(self.distance, -low, high)
         telling = None if block.codes is None else block.codes.telling
-        rounded = nearest if block.codes is None else block.rounded(_rounded(exact, block.dtype))
+        other: torch.Tensor | None = None
+        if block.codes is not None:
+            other = block.rounded(rounded(exact, block.dtype))
+        elif is_cast and block.base is not None:
+            other = rounded(rounded(base, block.dtype).add_(exact).sub_(base), block.dtype)
         if telling is not None:
-            exact, nearest, rounded, base, merged, error, gaps = (
-                each[telling] for each in (exact, nearest, rounded, base, merged, error, gaps)
+            other = None if other is None else other[telling]
+            exact, nearest, base, merged, error, gaps = (
+                each[telling] for each in (exact, nearest, base, merged, error, gaps)
             )
             off = merged - exact
         update, change = exact - base, merged - base
@@ -239,12 +250,21 @@ class Sums:
         self.change += _dot(change, change)
         self.along += _dot(change, update)
         self.nearest_along += _dot(torch.sub(nearest, base, out=change), update)
-        if block.codes is not None:
-            self.rounded_along += _dot(torch.sub(rounded, base, out=change), update)
+        if other is not None:
+            self.rounded_along = (self.rounded_along or 0.0) + _dot(torch.sub(other, base, out=change), update)
         noise = torch.sub(merged, nearest, out=off).mul_(update)
         self.noise += _dot(noise, noise)
         self.rounding += _dot(gaps, gaps) / 4
         self.bound += _dot(error, error)
+
+    def _add_roads(self, block: Block, bound: Bound, base: torch.Tensor, merged: torch.Tensor, width: int) -> None:
+        """Add to the sums that tell the factor of the update from those of right ones, road by road."""
+        roads, update = bound.roads, bound.update
+        if roads is None or update is None or update.has_magnitude or block.codes is not None or block.base is None:
+            return
+        bases = [base, rounded(base, block.dtype)] if bound.cast else [base]
+        added, *bases = (each.view(-1, width) for each in (block.exact - base, *bases))
+        self.told.add(roads, block.first // width - bound.start + bound.first, bases, merged.view(-1, width), added)
 
     def _add_candidates(self, block: Block, base: torch.Tensor, error: torch.Tensor, bound: Bound, width: int) -> None:
         update, row, count = block.exact - base, block.first // width, len(block.merged) // width
@@ -299,12 +319,14 @@ class Sums:
         Where an update is as small as the distance of numbers in 16 bits, much of it, or more than it, is there once
         the sum is rounded to them.
         """
-        right = (self.nearest_along, self.rounded_along) if self.rounded_along else (self.nearest_along,)
+        right = [self.nearest_along] if self.rounded_along is None else [self.nearest_along, self.rounded_along]
         return max(min(right) - self.along, self.along - max(right), 0.0)
 
     @property
     def scale(self) -> float:
         """The factor of the update by least squares, as a share of the nearest values' factor; NaN without one."""
+        if self.told.roads:
+            return self.told.scale
         return self.along / self.nearest_along if self.nearest_along > 0 else math.nan
 
 

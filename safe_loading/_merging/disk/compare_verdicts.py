@@ -15,11 +15,12 @@ from safe_loading._model.dtypes import DTYPES
 from .changes import ChangedRows
 from .compare_bounds import UNIT
 from .compare_report import CheckedTensor, MergeVerdict
+from .compare_roads import NOISE
 from .compare_sums import Sums
 from .compare_tensors import Compared
 from .output_plan import TensorPlan
 
-_NOISE = 8.0  # standard deviations, beyond which a factor is not taken for 1
+_MORE_TWICE_THAN_ONCE = 1.5
 # From the worst verdict to the best: a tensor of several sections has the worst of them.
 _WORST = (
     "not finite", "other", "transposed", "scaled", "twice", "base", "narrowed", "rounding", "exact",
@@ -98,12 +99,12 @@ def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) 
         return "not finite"
     replaced = changed is None and plan.value is not None
     added = changed is not None and (changed.update is not None or changed.by_peft is not None)
-    if not sums.outside and (not added or _is_whole(sums)):
-        return "rounding"
+    if not sums.outside:  # an update below the bound is told by its factor alone
+        return "rounding" if not added or _is_whole(sums) else _by_factor(sums)
     if sums.has_base and not sums.not_base and (added or replaced or changed is not None):
         return "base"
     if added and sums.has_base:
-        if not sums.not_twice and not sums.scale <= 1:  # an update below the bound may be told by its factor alone
+        if not sums.not_twice:
             return "twice"
         if not sums.not_transposed:
             return "transposed"
@@ -117,12 +118,22 @@ def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) 
     return "narrowed" if narrow else "other"
 
 
+def _by_factor(sums: Sums) -> MergeVerdict:
+    """Return the verdict on values of which each might be right, and the update as a whole is not."""
+    if sums.has_base and not sums.not_base:
+        return "base"
+    if not math.isfinite(sums.scale) or abs(sums.along) <= NOISE * math.sqrt(sums.noise):
+        return "other"  # none of the update
+    return "twice" if sums.scale > _MORE_TWICE_THAN_ONCE else "scaled"
+
+
 def _is_whole(sums: Sums, error: float = 0.0) -> bool:
     """Return whether the update as a whole has the factor 1, as far as rounding lets one tell."""
     if not sums.update:
         return True
-    factor = max(error, sums.factor)
-    return sums.off_along <= factor * sums.update + _NOISE * math.sqrt(sums.noise)
+    if sums.told.roads:
+        return sums.told.is_whole
+    return sums.off_along <= max(error, sums.factor) * sums.update + NOISE * math.sqrt(sums.noise)
 
 
 def _is_scaled(sums: Sums) -> bool:
@@ -132,10 +143,13 @@ def _is_scaled(sums: Sums) -> bool:
     explained = sums.along**2 / sums.update
     factor = sums.along / sums.update
     left = max(sums.change - explained, 0.0)
-    # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
-    noise = min(sums.noise, left * sums.update / sums.elements)
-    if sums.off_along <= sums.factor * sums.update + _NOISE * math.sqrt(noise):
+    if sums.told.is_whole:
         return False
+    if not sums.told.roads:
+        # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
+        noise = min(sums.noise, left * sums.update / sums.elements)
+        if sums.off_along <= sums.factor * sums.update + NOISE * math.sqrt(noise):
+            return False
     return explained >= sums.change / 4 and left <= sums.rounding + max(1.0, factor**2) * sums.bound
 
 

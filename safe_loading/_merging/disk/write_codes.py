@@ -73,6 +73,7 @@ class CodesWriter:
         self, merge: CodesMerge, source: int, device: torch.device, targets: Mapping[Role, PartTarget]
     ) -> None:
         self.meter = LossMeter()
+        self._elements = _ELEMENTS
         self._merge, self._weight, self._targets = merge, merge.weight, targets
         self._device = torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
         self._decoder = Decoder(self._weight, source)
@@ -107,7 +108,7 @@ class CodesWriter:
 
     def _write_fp8(self) -> Iterator[Written]:
         (rows, columns), (height, _) = self._weight.shape, self._weight.facts["block"]
-        grid, step = scale_grid(self._scales), _rows_at_once(columns, height)
+        grid, step = scale_grid(self._scales), _rows_at_once(columns, height, self._elements)
         group = height * max(1, step // height)
         for first in range(0, rows, group):
             stop = min(first + group, rows)
@@ -136,12 +137,34 @@ class CodesWriter:
             raise MergeError(self._not_finite(rows))
         for span in spans:
             codes, before, after = last if len(spans) == 1 else self._merged(*span)
-            new = codes_under(after, scales, block, dtype)
-            written, spread = decode_fp8(new, scales, block), spread_scales(stored, block, 0, codes.shape)
-            steps, fitted = steps_of_fp8(codes) * spread, spread_scales(scales, block, 0, codes.shape)
-            self._measure(Measured(span[0], before, after, written, steps, spread, fitted))
-            yield from self._put("codes", new)
+            # Spans that are not all of the rows begin anywhere in a block, of which there is one row then.
+            size = self._encoded_at_once(codes.shape[1]) or len(codes)
+            for first in range(0, len(codes), size):
+                part = slice(first, first + size)
+                at = first if len(spans) == 1 else 0
+                yield from self._encode(span[0] + first, codes[part], before[part], after[part], (stored, scales, at))
         yield from self._put("scales", scales)
+
+    def _encode(
+        self,
+        first: int,
+        codes: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        under: tuple[torch.Tensor, torch.Tensor, int],
+    ) -> Iterator[Written]:
+        """Write rows from ``first`` on, ``under`` scales: those of the base, the new ones, and the row among theirs."""
+        stored, scales, at = under
+        block, dtype = self._weight.facts["block"], DTYPES[self._weight.info.dtype]
+        new = codes_under(after, scales, block, dtype, at)
+        written, spread = decode_fp8(new, scales, block, at), spread_scales(stored, block, at, codes.shape)
+        steps, fitted = steps_of_fp8(codes) * spread, spread_scales(scales, block, at, codes.shape)
+        self._measure(Measured(first, before, after, written, steps, spread, fitted))
+        yield from self._put("codes", new)
+
+    def _encoded_at_once(self, columns: int) -> int:
+        """Return how many rows are encoded at once; 0 for all that are merged at once."""
+        return 0
 
     def _merged(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the codes of some rows, their decoded values and the merged values, both in float64."""
@@ -160,7 +183,7 @@ class CodesWriter:
 
     def _merger(self, update: Update) -> RowMerger:
         if update not in self._mergers:
-            self._mergers[update] = RowMerger(update, torch.float64, self._device)
+            self._mergers[update] = RowMerger(update, torch.float64, self._device, scratch_bytes=8 * self._elements)
         return self._mergers[update]
 
     # ---------------------------------------------------------------------------------------------------- experts
@@ -185,7 +208,10 @@ class CodesWriter:
         """Write one expert, by the rows of its codes, each of which is a column of the weight."""
         rows, columns = update.shape
         width = self._weight.info.nbytes // (self._weight.shape[0] * rows)  # of a row, in bytes
-        merger, step = RowMerger(update, torch.float64, self._device), _rows_at_once(columns, 1)
+        merger, step = (
+            RowMerger(update, torch.float64, self._device, scratch_bytes=8 * self._elements),
+            _rows_at_once(columns, 1, self._elements),
+        )
         for first in range(0, rows, step):
             stop = min(first + step, rows)
             begin, end = ((expert * rows + row) * width for row in (first, stop))
@@ -216,7 +242,7 @@ class CodesWriter:
         )
 
 
-def _rows_at_once(columns: int, height: int) -> int:
+def _rows_at_once(columns: int, height: int, elements: int) -> int:
     """Return how many rows are merged at once: whole blocks of that height where they are not too large."""
-    few, many = (elements // columns // ROWS * ROWS for elements in (_ELEMENTS, 4 * _ELEMENTS))
+    few, many = (number // columns // ROWS * ROWS for number in (elements, 4 * elements))
     return max(ROWS, few, min(height, many))

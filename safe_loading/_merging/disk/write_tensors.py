@@ -45,6 +45,7 @@ class TensorWriter:
         hashed: bool,
         cloned: bool = False,  # the output's file is a clone of the base's, which has the bytes already
     ) -> None:
+        self._block_bytes = BLOCK_BYTES
         self.largest: float | None = None  # the largest absolute change of an element, so far
         self._plan, self._source, self._target = plan, source, target
         self._buffers, self._device, self._cloned = buffers, device, cloned
@@ -115,7 +116,7 @@ class TensorWriter:
         total = math.prod(plan.target.shape) // plan.columns if width else 0
         self._decoder = self._open_decoder()
         # Whole groups of ROWS rows, which RowMerger sums alike whatever the block.
-        rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
+        rows = max(ROWS, self._block_bytes // max(width, 1) // ROWS * ROWS)
         for begin, end, changed in sections_of(plan.rows, total):
             if changed is not None and changed.by_peft is not None:
                 yield from self._write_by_peft(changed.by_peft, end, rows)

@@ -119,9 +119,11 @@ def fitted_scales(
     return torch.where(needed <= current, current, grown.float().double()).to(stored.dtype)
 
 
-def codes_under(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return float64 rows that begin with a block as codes under its scales, each rounded once."""
-    spread = spread_scales(scales, block, 0, values.shape)
+def codes_under(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype, start: int = 0
+) -> torch.Tensor:
+    """Return float64 rows as codes, each rounded once; ``start`` is the first of them under these scales."""
+    spread = spread_scales(scales, block, start, values.shape)
     # A block of zeros may have the scale 0.
     return round_to_fp8(torch.where(spread == 0, 0.0, values / spread), dtype)
 

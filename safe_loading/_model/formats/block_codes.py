@@ -13,20 +13,24 @@ from collections.abc import Callable
 
 import torch
 
+from .middles import Middles
+
 ROUNDED = 2.0**-20  # relative: the encoder divides and compares in float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockScales:
-    """Scales in float64, one for each block, and the interval of those that are rounded to it."""
+    """Scales of some blocks in float64, and the interval of those that are rounded to each."""
 
     stored: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
 
-    def of(self, blocks: slice) -> BlockScales:
-        """Return the scales of some blocks."""
-        return BlockScales(self.stored[blocks], self.low[blocks], self.high[blocks])
+
+# From some blocks to their scales; a weight has many more of them than are compared at once.
+ScalesOf = Callable[[slice], BlockScales]
+# From some blocks to what the largest values of those are stored as, and how far that may be off.
+RoundedOf = Callable[[slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 class CodeTable:
@@ -37,7 +41,7 @@ class CodeTable:
         self.numbers: torch.Tensor
         self.numbers, self._rank_of = torch.unique(numbers.double(), return_inverse=True)
         middles = (self.numbers[1:] + self.numbers[:-1]) / 2
-        self._middles = middles
+        self._middles = Middles(middles)
         infinite = torch.tensor([math.inf], dtype=torch.float64)
         # Beyond the ends lies what is as large as the block's largest value at most, which the scale bounds.
         self.low, self.high = torch.cat([-infinite, middles]), torch.cat([middles, infinite])
@@ -52,7 +56,7 @@ class CodeTable:
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the place of the number that is nearest to each value."""
-        return torch.bucketize(values, self._middles)
+        return self._middles.before(values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,9 +67,8 @@ class BlockCodes:
     block: int  # elements
     per_byte: int  # codes
     unpack: Callable[[torch.Tensor], torch.Tensor]  # bytes to codes, from an element on that begins a byte
-    scales: BlockScales
-    # The largest values of all blocks of a weight to what their scales are stored as, and how far that may be off.
-    round_scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    scales_of: ScalesOf
+    round_scales: Callable[[torch.Tensor], RoundedOf]  # from the largest values of all blocks of a weight
 
     def blocks(self, first: int, count: int) -> slice:
         """Return the blocks of some elements, the first of which begins one."""
@@ -82,15 +85,25 @@ class BlockCodes:
         return of_blocks.repeat_interleave(self.block)[:count]
 
 
-def rounded_to(dtype: torch.dtype, scales: torch.Tensor) -> BlockScales:
+def rounded_to(dtype: torch.dtype, scales: torch.Tensor) -> ScalesOf:
     """Return scales that are stored in a dtype, as they are or rounded."""
-    stored = scales.reshape(-1).double()
+    flat = scales.reshape(-1)
     # Of float32, too, if each happens to be a number of bfloat16: an order of codes for CPUs stores them so.
-    narrow = torch.bfloat16 if torch.equal(stored.bfloat16().double(), stored) else dtype
+    narrow = torch.bfloat16 if torch.equal(flat.bfloat16().to(flat.dtype), flat) else dtype
     error = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(narrow, 0.0)
-    return BlockScales(stored, stored * (1 - error), stored * (1 + error))
+
+    def of(blocks: slice) -> BlockScales:
+        stored = flat[blocks].double()
+        return BlockScales(stored, stored * (1 - error), stored * (1 + error))
+
+    return of
 
 
-def as_they_are(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_they_are(largest: torch.Tensor) -> RoundedOf:
     """Return scales that are stored in float32, and an error of none."""
-    return scales.float().double(), torch.zeros_like(scales)
+
+    def of(blocks: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = largest[blocks].float().double()
+        return stored, torch.zeros_like(stored)
+
+    return of

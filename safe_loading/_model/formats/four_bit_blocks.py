@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from .block_codes import ROUNDED, BlockCodes, BlockScales, CodeTable, as_they_are, rounded_to
+from .block_codes import ROUNDED, BlockCodes, BlockScales, CodeTable, RoundedOf, ScalesOf, as_they_are, rounded_to
 from .packed_on_disk import NESTED_BLOCK, NUMBERS
 from .stored import QuantizedTensor, Tables
 
@@ -39,23 +39,38 @@ def _unpacked(data: torch.Tensor) -> torch.Tensor:
     return torch.stack([data >> 4, data & 15], 1).view(-1)
 
 
-def _decoded(weight: QuantizedTensor, tables: Tables) -> BlockScales:
+def _decoded(weight: QuantizedTensor, tables: Tables) -> ScalesOf:
     """Return scales that are codes of 8 bits, each for its distance from an offset."""
     table, offset = CodeTable(tables["nested_quant_map"]), float(weight.facts["nested_offset"])
-    at, outer = table.ranks_of(tables["absmax"]), tables["nested_absmax"].double().reshape(-1)
-    outer = outer.repeat_interleave(NESTED_BLOCK)[: len(at)]
-    slack = ROUNDED * (outer + abs(offset)) + _PLACE * outer
-    low, high = table.low[at].clamp(min=-1.0), table.high[at].clamp(max=1.0)
-    return BlockScales(offset + outer * table.numbers[at], offset + outer * low - slack, offset + outer * high + slack)
+    codes, outer = tables["absmax"].reshape(-1), tables["nested_absmax"].double().reshape(-1)
+
+    def of(blocks: slice) -> BlockScales:
+        at, unit = table.ranks_of(codes[blocks]), _spread(outer, blocks)[: len(codes[blocks])]
+        slack = ROUNDED * (unit + abs(offset)) + _PLACE * unit
+        low, high = table.low[at].clamp(min=-1.0), table.high[at].clamp(max=1.0)
+        return BlockScales(offset + unit * table.numbers[at], offset + unit * low - slack, offset + unit * high + slack)
+
+    return of
 
 
-def _rounded(table: CodeTable, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(table: CodeTable, largest: torch.Tensor) -> RoundedOf:
     """Round scales as the encoder does; next to a middle between two codes, its float32 may fall to either side."""
-    offset = float(largest.mean())
-    outer = torch.cat(
-        [(group - offset).abs().amax().expand(len(group)) for group in torch.split(largest, NESTED_BLOCK)]
-    )
-    unit = outer.where(outer > 0, 1.0)
-    places, slack = (largest - offset) / unit, ROUNDED * (1 + abs(offset) / unit) + _PLACE
-    at, low, high = (table.numbers[table.nearest(each)] for each in (places, places - slack, places + slack))
-    return offset + outer * at, outer * torch.maximum(at - low, high - at)
+    offset = float(largest.double().mean())
+    outer = torch.stack([(group.double() - offset).abs().amax() for group in torch.split(largest, NESTED_BLOCK)])
+
+    def of(blocks: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        own = largest[blocks].double()
+        scale = _spread(outer, blocks)[: len(own)]
+        unit = scale.where(scale > 0, 1.0)
+        places, slack = (own - offset) / unit, ROUNDED * (1 + abs(offset) / unit) + _PLACE
+        at, low, high = (table.numbers[table.nearest(each)] for each in (places, places - slack, places + slack))
+        return offset + scale * at, scale * torch.maximum(at - low, high - at)
+
+    return of
+
+
+def _spread(outer: torch.Tensor, blocks: slice) -> torch.Tensor:
+    """Return the entry of each group of blocks, for each of some of them."""
+    begin = blocks.start // NESTED_BLOCK
+    own = outer[begin : -(-blocks.stop // NESTED_BLOCK)].repeat_interleave(NESTED_BLOCK)
+    return own[blocks.start - begin * NESTED_BLOCK : blocks.stop - begin * NESTED_BLOCK]

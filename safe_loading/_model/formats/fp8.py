@@ -133,8 +133,7 @@ def scale_grid(scales: torch.Tensor) -> torch.Tensor:
 def spread_scales(grid: torch.Tensor, block: tuple[int, int], start: int, shape: torch.Size) -> torch.Tensor:
     """Return the scale of each element of rows that begin with row ``start``, in float64."""
     rows = torch.arange(start, start + shape[0], device=grid.device) // block[0]
-    columns = torch.arange(shape[1], device=grid.device) // block[1]
-    return grid.float().double()[rows][:, columns]
+    return grid.float().double()[rows].repeat_interleave(block[1], 1)[:, : shape[1]].contiguous()
 
 
 def _put_layers_in(model: Any, quantizer: Any) -> None:

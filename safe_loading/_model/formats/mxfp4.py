@@ -20,13 +20,16 @@ from safe_loading.errors import ArgumentError, MergeError
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, with_bytes
 from .convertible import skipped_modules
 from .format import TURING, Format, QuantizationRequest, TargetCard, loading_with
+from .middles import Middles
 from .packed_linear import frozen
 from .stored import QuantizedTensor, RowCodes, Stored, StoredCodes, Tables, entries, with_files
 
 MX_BLOCK = 32  # elements that share a scale
-# Between two neighbors of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A middle goes to the neighbor whose code is even; ``bucketize``
-# gives a number that equals a boundary to the lower one, so each second boundary lies just below its middle.
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# Between two neighbors of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A middle goes to the neighbor whose code is even; a number that
+# equals a boundary is given to the lower one, so each second boundary lies just below its middle.
+_MIDDLES = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float64)
+_MIDDLES[1::2] = torch.nextafter(_MIDDLES[1::2], torch.zeros(3, dtype=torch.float64))
+_PLACES = Middles(_MIDDLES)
 _LARGEST = 6.0  # of the codes
 _BIAS = 127
 LARGEST_MXFP4 = _LARGEST * 2.0**_BIAS
@@ -179,9 +182,7 @@ def spread_exponents(exponents: torch.Tensor) -> torch.Tensor:
 def _codes_under(blocks: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest code of each element, and the sum of the squared errors of each block."""
     scaled = blocks * _powers(-exponents).unsqueeze(-1)  # exact, as long as no number is far below its block's largest
-    lower = torch.tensor(_MIDDLES, dtype=torch.float64, device=blocks.device)
-    lower[1::2] = torch.nextafter(lower[1::2], torch.zeros_like(lower[1::2]))
-    codes = torch.bucketize(scaled.abs(), lower).to(torch.uint8) + _NEGATIVE * torch.signbit(scaled).to(torch.uint8)
+    codes = _PLACES.before(scaled.abs()).to(torch.uint8) + _NEGATIVE * torch.signbit(scaled).to(torch.uint8)
     biased = torch.full_like(exponents, _BIAS).unsqueeze(-1)
     errors = (decode_mxfp4(codes, biased) - scaled).square_().sum(-1)
     scale = _powers(exponents)
