@@ -102,6 +102,7 @@ PATCHED = {
     "_memory/trace/trace_step.py": "transformers asks whether a tensor is a fake one",
     "_memory/trace/zero3_fetching.py": "functions that are composed of linear() switch function modes off",
     "_model/attention_names.py": "transformers asks for packages that a plan does not need",
+    "_model/zero3.py": "transformers asks whether a config of DeepSpeed is alive, and no argument says no",
     "_model/formats/four_bit.py": "bitsandbytes decodes some widths wrongly on the CPU, inside peft's merge",
     "_model/formats/fbgemm.py": "kernels that this machine may lack",
     "_model/formats/fp8_kernels.py": "kernels that this machine may lack",

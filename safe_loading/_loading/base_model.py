@@ -27,8 +27,9 @@ from safe_loading._model.meta_model import build_on_meta
 from safe_loading._model.model_config import ignored_sizes, read_config
 from safe_loading._model.quantized.request import packs_on_device
 from safe_loading._model.weights_dtype import weights_dtype
+from safe_loading._model.zero3 import splits_new_models
 from safe_loading._ranks.rank_devices import RankDevices
-from safe_loading.errors import CheckpointError, EngineError, SafeLoadingError
+from safe_loading.errors import ArgumentError, CheckpointError, EngineError, SafeLoadingError
 
 from .attach import Adapter
 from .base_arguments import for_constructor, refuse_unknown
@@ -149,7 +150,13 @@ def load_base(
             changed.quantization_config["llm_int8_skip_modules"] = list(skips)
         arguments["config"] = changed
     arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
-    if devices.are_several:
+    if splits_new_models():  # onto the device of DeepSpeed, beside which transformers takes no device_map
+        if devices.are_several:
+            raise ArgumentError(
+                "device_map= spreads the base over devices, and DeepSpeed's ZeRO-3, which is on in this process, "
+                "splits it over ranks: leave device_map= out."
+            )
+    elif devices.are_several:
         arguments["device_map"] = dict(devices.by_module)
     elif devices.main.type != "cpu":
         # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.

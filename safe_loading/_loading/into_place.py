@@ -29,6 +29,7 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.checkpoint_source import CheckpointSource, ExpectedTensor
 from safe_loading._model.layout.layout import CheckpointLayout
 from safe_loading._model.layout.reading import ShardTarget, read_targets
+from safe_loading._model.zero3 import splits_new_models
 from safe_loading._ranks.rank_devices import RankDevices
 
 from .report import FROM_PRETRAINED, INTO_PLACE
@@ -86,6 +87,8 @@ def plan_into_place(
         return Method(FROM_PRETRAINED, "its class is none of transformers")
     if base_kwargs.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
         return Method(FROM_PRETRAINED, "its weights are quantized")
+    if splits_new_models():
+        return Method(FROM_PRETRAINED, "DeepSpeed's ZeRO-3 splits its weights")
     if devices.are_several or devices.main.type not in ("cpu", "cuda"):
         return Method(FROM_PRETRAINED, f"its weights go to {devices}")
     if any(type(rule).__name__ not in _STATELESS for rule in layout.rules):

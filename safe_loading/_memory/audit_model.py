@@ -23,6 +23,7 @@ from safe_loading._model.quantized.kbit_preparation import (
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import QuantizationConfig
 from safe_loading._model.torch_state import tensors_on_host, undone_when_raised
+from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import (
@@ -206,6 +207,8 @@ def _refuse(model: object, workload: object, optimizer: object, quantization_con
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if isinstance(workload, Workload):
         workload.require_sizes()
+    if isinstance(model, torch.nn.Module):
+        refuse_split(model)
     if quantization_config is not None and isinstance(model, torch.nn.Module):
         raise ArgumentError("quantization_config= is for a config, a folder or a hub id; this model is built already.")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):

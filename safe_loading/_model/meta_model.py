@@ -33,6 +33,7 @@ from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
 from .tensors import inventory, tensor_places
 from .weights_dtype import find_weights_dtype
+from .zero3 import made_whole
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
 # For a config that names no class, whole models first: AutoModelForCausalLM knows configs of images and text, too, and
@@ -152,6 +153,7 @@ def build_on_meta(
         options["attn_implementation"] = attn_implementation
     with ExitStack() as around:
         around.enter_context(own_generators())
+        around.enter_context(made_whole())
         around.enter_context(torch.device("meta"))
         around.enter_context(NoInit())  # on meta an initializer does nothing, by way of torch's slow decompositions
         around.enter_context(quiet())

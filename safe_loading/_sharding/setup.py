@@ -21,6 +21,7 @@ from safe_loading._core.report import counted
 from safe_loading._model.formats.eight_bit import is_eight_bit
 from safe_loading._model.formats.four_bit import FLOAT_STORAGE
 from safe_loading._model.tensors import ModelTensor, walk_modules
+from safe_loading._model.zero3 import split_weights
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_folders import FolderSeen, folder_seen
 from safe_loading.errors import ArgumentError, CheckpointError
@@ -219,6 +220,7 @@ def assign_roles(
     problems = [
         *past_hooks(model),
         *_in_eight_bits(roles.sharded),
+        *_split_by_zero3(model),
         *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),
     ]
     if problems:
@@ -235,6 +237,13 @@ def _in_eight_bits(parameters: Sequence[ModelTensor]) -> list[str]:
         f"{counted(len(names), 'weight')} in 8 bits, such as {names[0]}: FSDP splits the codes and loses the scales of "
         f"their rows. Load the base in 4 bits, with {FLOAT_STORAGE}"
     ]
+
+
+def _split_by_zero3(model: nn.Module) -> list[str]:
+    """Return the problem of weights that DeepSpeed keeps: those in the model are empty."""
+    split = split_weights(model)
+    road = "Make it with meta_model, which ZeRO-3 does not split, and pass the folder as source="
+    return [] if split is None else [f"{split}. {road}"]
 
 
 def resolve_options(

@@ -27,6 +27,7 @@ from safe_loading._model.layout.checkpoint_source import CheckpointSource
 from safe_loading._model.layout.ties import untie_as_in_folder
 from safe_loading._model.quantized.on_disk import refuse_bad_codes
 from safe_loading._model.tensors import walk_modules
+from safe_loading._model.zero3 import splits_new_models
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 from .buffers import compute_buffers
@@ -63,6 +64,12 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
     ``load`` is the function of that classmethod. It makes the model on meta itself, so that configs, code and warnings
     are its own.
     """
+    if splits_new_models():
+        raise ArgumentError(
+            f"DeepSpeed's ZeRO-3 is on in this process, through TrainingArguments(deepspeed=), an Accelerator or an "
+            f"HfDeepSpeedConfig, and would split {kind.__name__} itself: load_at_prepare() is for FSDP. Make this call "
+            f"outside of it, or train with FSDP."
+        )
     options |= dict(zip(list(inspect.signature(load).parameters)[1:], args, strict=False))
     given = sorted(name for name in _UNKNOWN if options.get(name) not in (None, {}))
     name = options.get("pretrained_model_name_or_path")

@@ -69,6 +69,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_the_class_that_a_base_was_saved_as_is_passed",
         "pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
         "test_the_class_that_a_base_was_saved_as_is_passed",
+        "leave device_map= out": "model/test_zero3.py::test_onto_an_accelerator_no_device_map_is_asked_for",
     },
     "_loading/check_checkpoint.py": {"convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works"},
     "_loading/folder_findings.py": {

@@ -56,6 +56,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "download or copy the file again": f"{_ADVISED}test_values_are_checked_again_once_the_file_is_copied_again",
         "check it again when its writer is done": OUTSIDE,
     },
+    "_model/zero3.py": {
+        "Pass the folder that it was loaded from": "model/test_zero3.py::"
+        "test_no_figure_is_made_of_weights_that_are_split"
+    },
     "_model/meta_model.py": {
         "pass auto_class= for another class": "model/test_meta_model.py::"
         "test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends",

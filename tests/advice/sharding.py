@@ -112,6 +112,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_sharding/setup.py": {
         "Load the base in 4 bits": "sharding/test_packed_under_fsdp.py::"
         "test_eight_bits_are_refused_with_a_road_that_works",
+        "Make it with meta_model": "model/test_zero3.py::test_weights_that_are_split_are_not_sharded",
         "Start the ranks with torchrun": f"{_ADVISED}test_a_process_group_is_made_first",
         "pass a torch.nn.Module": _SHARDED,
         "pass a folder, a hub id, a state dict": _SHARDED,

@@ -33,6 +33,7 @@ from safe_loading._model.quantized.kbit_preparation import (
 )
 from safe_loading._model.quantized.stand_ins import stand_ins_of, unpacked_copies
 from safe_loading._model.quantized_meta_model import quantized_meta_model
+from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError
 
 _ANYWHERE = HubOptions()
@@ -72,6 +73,7 @@ def build(
         if superfluous:
             raise ArgumentError(f"{superfluous} are for a config or a folder; this model is built already.")
         hub.refuse_for(source)
+        refuse_split(source)
         return Built(source, type(source).__name__, workload, Loading())
     if not isinstance(source, PreTrainedConfig):
         asked = Path(path_text(source, "model")).expanduser()

@@ -23,6 +23,7 @@ from safe_loading._model.quantized.kbit_preparation import (
     prepare_base,
 )
 from safe_loading._model.quantized_meta_model import QuantizationConfig, quantized_meta_model
+from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
@@ -57,6 +58,7 @@ def model_of(
             if value is not None:
                 raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
         hub.refuse_for(source)
+        refuse_split(source)
         return source, []
     config, folder = _config_and_folder(source, trust_remote_code, attn_implementation, hub)
     try:
