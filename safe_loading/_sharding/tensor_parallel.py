@@ -30,6 +30,17 @@ from .fsdp2 import base_of_adapters
 from .fsdp_units import ShardingUnit, can_run
 from .packed_chunks import tell_checkpoints
 from .setup import Setup, TensorRoles
+from .split_experts import (
+    EXPERTS,
+    LOCAL,
+    BiasOfParts,
+    OwnOutput,
+    added_to_in_place,
+    apart_problems,
+    has_bias_of_parts,
+    parts_problem,
+    plan_of,
+)
 from .tensor_split import TensorSplit, pieces
 
 # transformers' names of its styles
@@ -39,9 +50,16 @@ _OF_EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 _WHOLE_OUTSIDE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", *_OF_EMBEDDING)
 _SUMMED = "replicated_with_grad_allreduce"  # computes with this rank's heads, of which its gradient is a sum
 _WHOLE = (_SUMMED, "replicate")
-_EXPERTS = "moe_tp_experts"  # adds up what the ranks' parts of all experts give
-_OF_EXPERTS = ("packed_colwise", "rowwise")  # of their stacked parameters
-_ALIGNED_BYTES = 16  # of each row in torch's grouped_mm
+_IDENTITY = "moe_identity_expert"  # an expert that gives what it gets, a part of it on each rank
+# Multi-head latent attention: of what a whole projection gives, all heads turn a part, each rank its own heads.
+_LATENT = "mla_kv_a_proj"
+_OF_MODULES = (EXPERTS, LOCAL, _IDENTITY, _LATENT)
+_AROUND_LATENT = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "kv_a_layernorm",
+    "indexer",
+)  # before split projections, which sum their gradients
 # The factor of LoRA that is on the split side of its layer; the other one is whole.
 _SPLIT_FACTOR = {"colwise": "lora_B", "rowwise": "lora_A"}
 _MORE_THAN_LORA = ("modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias")
@@ -71,6 +89,19 @@ class WholeParameters:
         return kept
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentKeys(WholeParameters):
+    """The style of a whole projection of which each rank's heads turn a part, so that its gradient is a sum."""
+
+    config: Any  # transformers' style reads the size of that part in it
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Let the module compute with plain tensors, and sum the gradients of the part that all heads share."""
+        super().install_forward(module, mesh)
+        module.__dict__["config"] = self.config
+        _style(_LATENT).install_forward(module, mesh)
+
+
 def _run_with_plain_tensors(runs: nn.Module, computing: Sequence[tuple[nn.Module, WholeParameters]]) -> None:
     """Let modules have plain tensors while ``runs`` does its forward pass."""
     forward = runs.forward
@@ -94,7 +125,7 @@ def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> Ten
     """
     require_for("Tensor parallelism", "transformers", "5.23")
     base, prefix = base_of(model)
-    plan: Mapping[str, str] = getattr(base, "tp_plan", None) or {}
+    plan = plan_of(base)
     if not plan:
         raise ArgumentError(
             f"{type(base).__name__} has no plan for tensor parallelism (base_model_tp_plan of its config). {_WITHOUT}."
@@ -106,7 +137,7 @@ def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> Ten
     styles, parameters = _styles(model, plan, key), tensors.sharded
     # stacked experts have a style apart from their module
     apart = {each.name: plan[key(each.name)] for each in parameters if key(each.name) in plan}
-    problems = _experts_problems(parameters, styles, apart)
+    problems = apart_problems(parameters, styles, apart)
     problems += [f"{each.name} is kept whole: leave ignored_params= out" for each in tensors.ignored]
     problems += [*_adapter_problems(model), *_dropout_problems(base), *_unsaid(model, styles)]
     for path, module in walk_modules(model):
@@ -121,9 +152,11 @@ def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> Ten
     if problems:
         alike = [*dict.fromkeys(map(with_stars, problems))]  # those of all layers are one
         raise ArgumentError(f"Tensor parallelism cannot split this {type(base).__name__}. {_WITHOUT}:", alike)
-    computing = dict.fromkeys(module for parameter in parameters for module, _ in parameter.places)
+    computing = dict.fromkeys([*(module for parameter in parameters for module, _ in parameter.places), *styles])
     names = tuple(canonical(path) for path, module in walk_modules(model) if module in undivided)
-    return TensorSplit(mesh.size(), placements, [(each, _style(styles.get(each))) for each in computing], names)
+    styled = [(each, _computing(each, styles.get(each), base)) for each in computing]
+    styled += [(each, OwnOutput()) for each in added_to_in_place(model)]
+    return TensorSplit(mesh.size(), placements, styled, names)
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str], key: PlanKey) -> dict[nn.Module, str]:
@@ -143,14 +176,21 @@ def _styles(model: nn.Module, plan: Mapping[str, str], key: PlanKey) -> dict[nn.
     return styles
 
 
-def _style(name: str | None) -> Any:
-    """Return a style by its name; a module without one, or that it leaves whole, computes with whole parameters."""
-    if name is None or name in _WHOLE:
-        return WholeParameters(Partial() if name == _SUMMED else Replicate())
+def _style(name: str) -> Any:
+    """Return transformers' style of a name."""
     from transformers.distributed import tensor_parallel as engine  # not in every version
 
     untyped: Any = engine  # it exports none of its names
     return untyped.ALL_PARALLEL_STYLES[name]
+
+
+def _computing(module: nn.Module, name: str | None, base: Any) -> Any:
+    """Return how a module computes; one without a style, or that it leaves whole, with whole parameters."""
+    if name == _LATENT:
+        return LatentKeys(Replicate(), base.config.get_text_config())
+    if name is None or name in _WHOLE:
+        return WholeParameters(Partial() if name == _SUMMED else Replicate())
+    return BiasOfParts(_style(name)) if name == EXPERTS and has_bias_of_parts(module) else _style(name)
 
 
 def _adapter_problems(model: nn.Module) -> list[str]:
@@ -196,14 +236,17 @@ def _unsaid(model: nn.Module, styles: Mapping[nn.Module, str]) -> list[str]:
     With a part, their gradients would have to be summed over the ranks.
     """
     names = {canonical(path): module for path, module in walk_modules(model)}
-    of_layers = [without_peft_levels(name) for name, module in names.items() if styles.get(module) in _SPLIT_FACTOR]
-    among = {name.rpartition(".")[0] for name in of_layers if ".lora_" not in name}
+    split = {without_peft_levels(name) for name, module in names.items() if styles.get(module) in _SPLIT_FACTOR}
+    among = {name.rpartition(".")[0] for name in split if ".lora_" not in name}
+    latent = {without_peft_levels(name) for name, module in names.items() if styles.get(module) == _LATENT}
     in_adapters = {name for name, module in names.items() if is_adapter_layer(module)}
+    known = {f"{name.rpartition('.')[0]}.{each}" for name in latent for each in _AROUND_LATENT}
     return [
-        f"{name} is among split layers, and the plan does not say what it gets"
+        f"{without_peft_levels(name)} is among split layers, and the plan does not say what it gets"
         for name, module in names.items()
         if module not in styles and any(each is not None for each in module._parameters.values())
-        if nearest(name, among) is not None and nearest(name, in_adapters) is None
+        if nearest(without_peft_levels(name), among) is not None and nearest(without_peft_levels(name), known) is None
+        if nearest(name, in_adapters) is None or name.endswith(".base_layer")
     ]
 
 
@@ -213,7 +256,9 @@ def _module_problems(name: str, module: nn.Module, style: str | None) -> list[st
         return [f"{name} drops with p={module.p}, at other places on each rank: set it to 0"]
     if (getattr(module, "activation_sparsity", None) or 0) > 0:  # of Gemma3n, whose plan splits it nevertheless
         return [f"{name} keeps the largest activations of the whole layer, of which each rank would have a part"]
-    if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE, _EXPERTS):
+    if style == _LATENT and name.endswith(".base_layer"):
+        return [f"{without_peft_levels(name)} has an adapter, of whose output each rank's heads turn a part"]
+    if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE, *_OF_MODULES):
         return [f"{name} has the style {style}, which is not followed here"]
     own = [each for each in module._parameters.values() if each is not None]
     problems = []
@@ -225,21 +270,6 @@ def _module_problems(name: str, module: nn.Module, style: str | None) -> list[st
         problems.append(f"{name} has packed weights, whose codes cannot be split")
     if own and not can_run(module):
         problems.append(f"{name} is a {type(module).__name__}, whose tensors are read from outside")
-    return problems
-
-
-def _experts_problems(
-    parameters: Sequence[ModelTensor], styles: Mapping[nn.Module, str], apart: Mapping[str, str]
-) -> list[str]:
-    """Return the parameters with a style of their own that are no stacked experts, and experts without one."""
-    problems = []
-    for each in parameters:
-        of_experts = all(styles.get(module) == _EXPERTS for module, _ in each.places)
-        style = apart.get(each.name)
-        if style is not None and not (of_experts and style in _OF_EXPERTS and each.tensor.ndim == 3):
-            problems.append(f"{each.name} has the style {style} of its own, which is not followed here")
-        elif style is None and of_experts:
-            problems.append(f"{each.name} is whole among split experts, and each rank would add it")
     return problems
 
 
@@ -260,20 +290,11 @@ def _placements(
         elif placement is not None and shape[placement.dim] % (pieces(placement) * mesh.size()):
             size = shape[placement.dim] // pieces(placement)
             problems.append(f"{parameter.name} {list(shape)} has {size} to split over {mesh.size()} ranks")
-        elif placement is not None and style is not None and _is_unaligned(parameter, placement, mesh.size()):
-            problems.append(f"{parameter.name} {list(shape)} has parts whose rows torch does not align in grouped_mm")
+        elif placement is not None and style is not None and (said := parts_problem(parameter, placement, mesh.size())):
+            problems.append(said)
         elif placement is not None:
             placements[parameter.name] = placement
     return placements, problems
-
-
-def _is_unaligned(parameter: ModelTensor, placement: Shard | _StridedShard, parts: int) -> bool:
-    """Whether torch's product of all experts at once takes the whole of a stack, and no part of it."""
-    module, _ = parameter.places[0]
-    if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
-        return False
-    row = parameter.tensor.shape[placement.dim] // pieces(placement) * parameter.tensor.itemsize
-    return not row % _ALIGNED_BYTES and bool(row // parts % _ALIGNED_BYTES)
 
 
 def _undivided(styles: Mapping[nn.Module, str], mesh: DeviceMesh) -> list[nn.Module]:
