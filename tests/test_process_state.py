@@ -80,6 +80,9 @@ REPLACED_CLASSES = {
     "_sharding/packed_chunks.py: setattr(DTensor, name, _for_packed(getattr(DTensor, name), answer))": (
         "passes all but packed parts through"
     ),
+    "_sharding/split_at_prepare.py: setattr(Accelerator, '_prepare_tp', past_split_models)": (
+        "passes all others through"
+    ),
     "_sharding/prepare.py: setattr(Accelerator, 'prepare', prepare)": "passes all others through",
 }
 # Why an engine is patched in this thread, and no mode of torch does it.

@@ -29,12 +29,6 @@ def wrap_options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def splits_layers(accelerator: Any) -> bool:
-    """Whether accelerate was told to split layers over ranks."""
-    parallel: Any = getattr(accelerator, "parallelism_config", None)
-    return parallel is not None and bool(parallel.tp_enabled)
-
-
 def _mesh(accelerator: Any) -> Any:
     """Return the mesh of accelerate's dimensions for FSDP and for the parts of layers; None where it has none."""
     mesh, parallel = (getattr(accelerator, name, None) for name in ("torch_device_mesh", "parallelism_config"))

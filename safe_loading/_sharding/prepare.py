@@ -18,7 +18,7 @@ from safe_loading._core.interrupts import undone_on_error
 from safe_loading._model.torch_state import TorchState
 from safe_loading.errors import ArgumentError
 
-from .accelerate_settings import splits_layers, wrap_options
+from .accelerate_settings import wrap_options
 from .checkpoint_folder import OpenedFolder
 from .later_values import WeightlessParameter
 from .parameters import parameters_of
@@ -106,15 +106,10 @@ def _prepared(
     wrapped = _shard(accelerator, model, *later, checkpoints=checkpoints, options=options)
     _give_parameters(wrapped, held)
     plugin.activation_checkpointing = plugin.activation_checkpointing and not checkpoints
-    # The layers are split. accelerate's own step would split the rest by a style that transformers has no more.
-    own = {"_prepare_tp": lambda *args: args} if splits_layers(accelerator) else {}
     try:
-        vars(accelerator).update(own)
         yield wrapped
     finally:
         plugin.activation_checkpointing = plugin.activation_checkpointing or checkpoints
-        for name in own:
-            vars(accelerator).pop(name, None)
     # Again: accelerate tells parameters by their addresses, and a rank that owns nothing of a tensor has none for it.
     _give_parameters(wrapped, held)
 

@@ -7,6 +7,7 @@ plan leaves whole becomes a DTensor too, so that all parameters are on one mesh:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from .fsdp2 import base_of_adapters
 from .fsdp_units import ShardingUnit, can_run
 from .packed_chunks import tell_checkpoints
 from .setup import Setup, TensorRoles
+from .split_at_prepare import leave_split_models
 from .split_experts import (
     EXPERTS,
     LOCAL,
@@ -106,6 +108,7 @@ def _run_with_plain_tensors(runs: nn.Module, computing: Sequence[tuple[nn.Module
     """Let modules have plain tensors while ``runs`` does its forward pass."""
     forward = runs.forward
 
+    @functools.wraps(forward)  # trainers read the signature of the root's
     def with_plain_tensors(*args: Any, **options: Any) -> Any:
         kept = [(module._parameters, style.plain(module)) for module, style in computing]
         try:
@@ -356,6 +359,7 @@ def compute_in_parts(setup: Setup, mesh: DeviceMesh) -> None:
         parameter.put(nn.Parameter(part, requires_grad=parameter.tensor.requires_grad))
     if any(pieces(placement) > 1 for placement in setup.split.placements.values()):
         tell_checkpoints()
+    leave_split_models()
     for module, style in setup.split.styles:
         style.install_forward(module, mesh)
     _let_units_run_plain(setup)

@@ -109,6 +109,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "write the gathered model": LABEL,
         "pass rank == {}": f"{_ADVISED}test_the_rank_that_writes_is_passed_or_left_out",
     },
+    "_sharding/split_at_prepare.py": {
+        "Pass ParallelismConfig(tp_size={})": "sharding/test_load_at_prepare_in_parts.py::"
+        "test_trainers_train_parts_as_the_whole"
+    },
     "_sharding/setup.py": {
         "Load the base in 4 bits": "sharding/test_packed_under_fsdp.py::"
         "test_eight_bits_are_refused_with_a_road_that_works",

@@ -22,7 +22,8 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from fsdp_cases import local_bytes
+from fsdp_cases import error_of, local_bytes
+from torch.distributed.device_mesh import init_device_mesh
 
 # peft's other options are refused
 trainer_matrix.lora = lambda case: LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -74,6 +75,16 @@ def split_by_transformers():
     except ImportError as error:
         return str(error)
 report(native=split_by_transformers())
+
+def by_hand(road, *sizes):
+    trainer_matrix.MESH = init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp"))
+    options = dict(parallelism_config=told(), learning_rate=1e-3, warmup_steps=0)
+    return run_trainer(Case("Trainer", "full", "FULL"), base, folder / f"{road} {sizes}", road=road, **options)
+
+if dist.get_world_size() == 4:
+    plain_run, own = by_hand("plain", 2, 2), by_hand("by hand", 2, 2)
+    off = largest_difference(weights(plain_run.model), weights(own.model))
+    report(by_hand=[history(plain_run), history(own), off], otherwise=error_of(lambda: by_hand("by hand", 4, 1)))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -100,6 +111,11 @@ def test_trainers_train_parts_as_the_whole(
     """The plain run has the same shards and batches, and whole layers: they differ in the order of sums alone."""
     for found in rank_server.run(TRAINED, ranks, args=[tmp_path, ",".join(cases)], timeout=300).found:
         assert "cannot import name 'ReplicateParallel'" in found["native"]  # as docs/fsdp.md says of another road
+        if ranks == 4:
+            wanted, own, off = found["by_hand"]
+            assert [pytest.approx(one, rel=1e-5) for one in wanted] == own
+            assert off < 1e-5
+            assert "Pass ParallelismConfig(tp_size=1), or split the model so" in found["otherwise"]
         for case in cases:
             facts: dict[str, Any] = found[case]
             assert facts["place"] == [2, 2]

@@ -25,6 +25,7 @@ STEPS = 4
 # How a script gets the model: as ever; in the block of load_at_prepare; with the adapter attached by the script, not by
 # TRL; and so, wrapped by hand.
 ATTACHED = ("attached", "by hand")
+MESH: Any = None  # of models that are wrapped by hand
 
 
 class Case(NamedTuple):
@@ -130,7 +131,7 @@ def load(case: Case, base: Path, *, road: str) -> Any:
     if road == "by hand":
         model: Any = meta_model(base, attn_implementation="eager", **options)
         model = get_peft_model(model, lora(case)) if case.lora else model
-        return wrap_fsdp_meta_safe(model, base, version=case.version)
+        return wrap_fsdp_meta_safe(model, base, version=case.version, mesh=MESH)
     with load_at_prepare() if road == "block" else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", **options)
     return get_peft_model(model, lora(case)) if case.lora and road == "attached" else model
