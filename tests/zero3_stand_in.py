@@ -35,7 +35,7 @@ class Live:
 def split(parameter: nn.Parameter, device: str) -> None:
     """Take the elements of a parameter away, as ZeRO-3 does."""
     whole = parameter.data.to(device)
-    vars(parameter).update(ds_id=next(_IDS), ds_whole=whole)
+    vars(parameter).update(ds_id=next(_IDS), ds_numel=whole.numel(), ds_whole=whole)
     parameter.data = whole.new_empty(0)
 
 

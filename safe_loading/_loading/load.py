@@ -55,6 +55,7 @@ from .choose_class import ChosenClass, choose_class, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .report import LoadedPart
+from .split_base import said_of_split_base
 from .vocabulary import resize_to_adapters
 
 
@@ -309,7 +310,8 @@ def _attach(
     # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
     # adapters in it, and what it overwrites of the base is kept in the caller's too.
     snapshots = undo if undo and is_first else [Snapshot(model), *undo]
-    return attach(model, adapter, options.devices, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict)
+    with said_of_split_base(model, adapter):
+        return attach(model, adapter, options.devices, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict)
 
 
 def adapter_part(adapter: Adapter, attached: Attached, devices: RankDevices, seconds: float) -> LoadedPart:

@@ -37,6 +37,7 @@ from .hot_swap import StagedSwap, commit_swap, stage_swap
 from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
 from .sources import LoadRequest, find_sources
+from .split_base import said_of_split_base
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,7 +206,8 @@ def _attach(
     if alike is not None:
         attached = attach_alike(model, adapter, alike, devices, dtype=dtype, strict=strict)
     else:
-        attached = attach(model, adapter, devices, undo=undo, keep_base=True, dtype=dtype, strict=strict)
+        with said_of_split_base(model, adapter):
+            attached = attach(model, adapter, devices, undo=undo, keep_base=True, dtype=dtype, strict=strict)
         devices.check(model)
     if is_mixed(model):
         _activate_again(model)

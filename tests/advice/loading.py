@@ -33,6 +33,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
         "choose another": VALUES,
     },
+    "_loading/split_base.py": {
+        "Load it with PeftModel.from_pretrained": "model/test_zero3.py::"
+        "test_an_adapter_that_takes_weights_of_a_split_base_is_left_to_peft"
+    },
     "_loading/check_as_load.py": {
         "save it again with `save_pretrained`": _SOUND,
         "pass base_model=": "loading/test_check_as_load.py::"

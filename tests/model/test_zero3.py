@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from zero3_stand_in import gathered, zero3_is_on
 
 from safe_loading import (
+    AdapterError,
     ArgumentError,
     Workload,
     audit_model,
     check_checkpoint,
+    load_adapter_on_rank,
     load_at_prepare,
     load_peft_on_rank,
     merge_lora_checkpoint,
@@ -102,6 +104,24 @@ def test_a_base_is_split_as_it_is_loaded(made: Made) -> None:
         assert all(p.numel() == 0 for n, p in model.named_parameters() if "lora_" not in n)
         with gathered(model.parameters()):
             assert {n for n, p in one.named_parameters() if not torch.equal(p, model.get_parameter(n))} == set()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}], ids=["copy", "DoRA"])
+def test_an_adapter_that_takes_weights_of_a_split_base_is_left_to_peft(made: Made, options: dict[str, Any]) -> None:
+    base = made.llama()
+    plain, adapter = made.adapter(base), made.adapter(base, **options)
+    one = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    with zero3_is_on():
+        with pytest.raises(AdapterError, match=r"ZeRO-3 has split its weights\. Load it with PeftModel"):
+            load_peft_on_rank(base, adapter, device="cpu")
+        model = load_peft_on_rank(base, plain, device="cpu")
+        with pytest.raises(AdapterError, match="takes more of LlamaForCausalLM than plain LoRA does"):
+            load_adapter_on_rank(model, adapter, "second")
+        assert list(model.peft_config) == ["default"]
+        road = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        with gathered(road.parameters()):
+            assert {n for n, p in one.named_parameters() if not torch.equal(p, road.get_parameter(n))} == set()
 
 
 ON_DEVICE = """
