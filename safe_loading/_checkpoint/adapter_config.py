@@ -33,6 +33,8 @@ SIZES = frozenset(
     }
 )  # fmt: skip
 _BIASES = ("none", "all", "lora_only")
+# Names under which other programs write what peft reads as these.
+_OTHERWISE_NAMED = {"r": ("rank", "lora_r", "lora_rank"), "lora_alpha": ("alpha",)}
 _PATTERNS_OF_SIZES = frozenset({"rank", "block_size", "n_frequency"})
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 # An adapter may be smaller on disk than in memory: what training has pruned, what is drawn again from a seed.
@@ -63,6 +65,7 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
         for name in ("modules_to_save", "target_modules", "exclude_modules", "layers_pattern")
         if not isinstance(value := config.get(name), (list, str, NoneType))
         or (isinstance(value, list) and not all(isinstance(entry, str) for entry in value))
+        or (isinstance(value, str) and name == "modules_to_save")  # peft would read it letter by letter
     ]
     problems += [
         f"{name} is {value!r:.80}; it must be an object with a value for each pattern"
@@ -78,7 +81,7 @@ def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
         value = config.get(name)
         if name not in config:
             # LoraConfig has a default for both, so the adapter would be scaled by a number that nobody chose.
-            yield f"{name} is missing; peft would silently take its default, 8"
+            yield f"{name} is missing; peft would silently take its default, 8{_unread(config, name)}"
         elif not _is_number(value):
             yield f"{name} is {value!r}; it must be a number, because it scales the adapter"
         elif name == "r":
@@ -88,6 +91,9 @@ def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
         yield f"lora_dropout is {dropout!r:.80}; it must be a number from 0 to 1, and 0 where there is none"
     if bias not in _BIASES:
         yield f"bias is {bias!r:.80}; it must be one of {', '.join(_BIASES)}"
+    tokens = config.get("trainable_token_indices")
+    if any(rows == [] for rows in (tokens.values() if isinstance(tokens, Mapping) else [tokens])):
+        yield f"trainable_token_indices is {tokens!r:.80}, without a row; it must be null where none is trained"
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(name, {})
         if patterns is None:
@@ -98,6 +104,14 @@ def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
                 yield f"{field} is {value!r:.80}; it must be a number, because it scales the adapter"
             elif name == "rank_pattern":
                 yield from _rank_problems(field, value)
+
+
+def _unread(config: Mapping[str, object], name: str) -> str:
+    """Return the fields in which a config has a value that peft reads from the field ``name`` alone."""
+    mlx = config.get("lora_parameters")
+    fields = {**(mlx if isinstance(mlx, Mapping) else {}), **config}
+    found = [f'"{other}": {fields[other]!r:.80}' for other in _OTHERWISE_NAMED[name] if other in fields]
+    return f", and does not read {', '.join(found)}" if found else ""
 
 
 def _rank_problems(name: str, value: object) -> Iterator[str]:

@@ -7,6 +7,7 @@ transformers itself writes it: in a model's config (``time_step_limit`` of Nemot
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -32,6 +33,9 @@ _LARGEST_CONFIGS = {
 _HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LONG_NUMBER = re.compile(r"\d{309}")  # the largest double has 309 digits
 _AGAIN = "write the file again with the program that made it, or download it again"
+_ENCODE = "save it as UTF-8 without a byte order mark, or download it again"  # as editors and shells of Windows do not
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_CONSTANT = re.compile(r'(?:"[^"\\]{0,80}"\s{0,9}:\s{0,9})?(?:NaN|-?Infinity)')
 
 
 def read_json_object(path: Path) -> JsonObject:
@@ -85,19 +89,30 @@ def try_parse(data: bytes, where: str, *, finite: bool = False, infinity: bool =
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
-        return fault("json-utf8", where, f"the JSON is not valid UTF-8: {byte} ({error.reason})", _AGAIN)
+        fix = _ENCODE if data.startswith(_MARKS) else _AGAIN
+        return fault("json-utf8", where, f"the JSON is not valid UTF-8: {byte} ({error.reason})", fix)
     try:
         value, duplicates = _decode(text, finite=finite, infinity=infinity)
     except RecursionError:
         return fault("json-invalid", where, "the JSON is nested too deeply to be read", _AGAIN)
     except ValueError as error:
-        return fault("json-invalid", where, f"is not valid JSON: {error}", _AGAIN)
+        fix = _ENCODE if data.startswith(_MARKS) else _AGAIN
+        return fault("json-invalid", where, f"is not valid JSON: {error}{_standing(text, error)}", fix)
     if duplicates:
         twice = f"the JSON holds the same key twice in one object: {listed(duplicates)}"
         return fault("duplicate-key", where, f"{twice}; readers differ in which they keep", _AGAIN)
     if not isinstance(value, dict):
         return fault("json-invalid", where, f"the JSON is a {type(value).__name__}, not an object", _AGAIN)
     return value
+
+
+def _standing(text: str, error: ValueError) -> str:
+    """Return what stands where JSON ends, so that a web page, a comment or a comma is told by its first words."""
+    if isinstance(error, json.JSONDecodeError):
+        found = text[error.pos : error.pos + 40]
+        return f", where it has {found!r}" if found.strip() else ", where it has nothing"
+    constant = _CONSTANT.search(text)
+    return f", in {constant.group()!r}" if constant else ""
 
 
 def _decode(text: str, *, finite: bool, infinity: bool) -> tuple[object, list[str]]:

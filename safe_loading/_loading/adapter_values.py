@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from peft import PeftConfig
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.copy_bytes import read_into
@@ -21,7 +22,7 @@ from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import AdapterError, CheckpointError
 
 from .key_names import renames, summarize
-from .old_names import OldNames
+from .old_names import OldNames, with_new_names
 
 
 class RenamedTensors(NamedTuple):
@@ -109,14 +110,7 @@ def rename_keys(
     ``key_mapping`` holds the patterns that the caller has for the keys; None takes those of the base's class, as peft.
     The keys in ``known`` are known to be right, without a look at the base.
     """
-    own_module = base is not None and "module" in base._modules
-    patterns = key_mapping if key_mapping is not None else getattr(base, "_checkpoint_conversion_mapping", None)
-    patterns = patterns if isinstance(patterns, Mapping) and not prompt_learning else {}
-    old = None if base is None or prompt_learning else OldNames(base, known)
-    place = None if old is None else old.place
-    changed, collisions = renames(
-        tensors, prompt_learning=prompt_learning, own_module=own_module, key_mapping=patterns, place=place
-    )
+    changed, collisions, patterns, old = _places(tensors, base, prompt_learning, key_mapping, known)
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
@@ -127,6 +121,30 @@ def rename_keys(
     message = f"{', or '.join([*kinds, 'saved through a wrapper'])}: {summarize(changed)}"
     fix = "none needed here; peft's own load would ignore these keys"
     return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)], old)
+
+
+def as_named_now(config: PeftConfig, keys: Iterable[str], base: torch.nn.Module) -> PeftConfig:
+    """Return an adapter's config by the names that the modules of ``base`` have now, as the keys of its file tell."""
+    return with_new_names(config, _places(keys, base, config.is_prompt_learning)[-1], base)
+
+
+def _places(
+    keys: Iterable[str],
+    base: torch.nn.Module | None,
+    prompt_learning: bool,
+    key_mapping: Mapping[str, str] | None = None,
+    known: Container[str] = (),
+) -> tuple[dict[str, str], list[str], Mapping[str, str], OldNames | None]:
+    """Return the keys that are written otherwise now, which of them collide, by which patterns, and the old names."""
+    own_module = base is not None and "module" in base._modules
+    patterns = key_mapping if key_mapping is not None else getattr(base, "_checkpoint_conversion_mapping", None)
+    patterns = patterns if isinstance(patterns, Mapping) and not prompt_learning else {}
+    old = None if base is None or prompt_learning else OldNames(base, known)
+    place = None if old is None else old.place
+    changed, collisions = renames(
+        keys, prompt_learning=prompt_learning, own_module=own_module, key_mapping=patterns, place=place
+    )
+    return changed, collisions, patterns, old
 
 
 def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

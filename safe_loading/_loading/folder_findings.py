@@ -29,6 +29,7 @@ from safe_loading._model.quantized.on_disk import codes_findings
 _BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"})
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
+_CORRECT = f"correct {ADAPTER_CONFIG} to what it was trained with, or {_SAVE_ADAPTER}"
 
 
 def model_findings(folder: ModelFolder, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
@@ -90,7 +91,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
     if other_rank:
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
-    findings = [fault("adapter-config", path, problem, _SAVE_ADAPTER) for problem in problems]
+    findings = [fault("adapter-config", path, problem, _CORRECT) for problem in problems]
     findings += adapter_config_faults(path, config, shapes)
     integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in _INTEGERS]
     if integers:

@@ -41,6 +41,7 @@ _CONVERT = (
     "convert it to a plain LoRA where it was trained "
     "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
 )
+_FROM_DATA = ("corda", "lora_ga")
 _CONVERT_OR_SIMILAR = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
 
 
@@ -249,10 +250,12 @@ def start_findings(
 
 
 def random_start(config: PeftConfig, file: str) -> list[Finding]:
-    """Return the finding of a start that no base repeats, because it took random numbers that are in no file."""
-    if not _is_random(config):
+    """Return the finding of a start that no base repeats: it took random numbers, or data, that are in no file."""
+    of_data = isinstance(config, LoraConfig) and config.init_lora_weights in _FROM_DATA
+    if not of_data and not _is_random(config):
         return []
-    return [fault("start-not-repeatable", file, _why_another_start(config, ()), _CONVERT_OR_SIMILAR)]
+    fix = _CONVERT if of_data and config.init_lora_weights == "corda" else _CONVERT_OR_SIMILAR
+    return [fault("start-not-repeatable", file, _why_another_start(config, ()), fix)]
 
 
 def _is_random(config: PeftConfig) -> bool:

@@ -284,7 +284,7 @@ def _build_on_meta(
     from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
 
     if isinstance(adapter, (str, os.PathLike)):
-        config = read_adapter(adapter).config
+        config = read_adapter(adapter).config_on(made.model)
         refuse_costly_patterns(config, made.model, adapter)
     else:
         config = copy.copy(adapter)

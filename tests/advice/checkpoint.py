@@ -125,6 +125,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_checkpoint/strict_json.py": {
         "write the file again": _MENDED,
+        "save it as UTF-8": _MENDED,
         "check that it is the right file": _MENDED,
     },
     "_checkpoint/tokenizer_ids.py": {

@@ -77,6 +77,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/check_checkpoint.py": {"convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works"},
     "_loading/folder_findings.py": {
+        "correct {} to what it was trained with": "checkpoint/test_check_advice.py::"
+        "test_a_folder_is_sound_once_the_finding_is_mended",
         "save the adapter again": _MENDED,
         "save the model that is inside the wrapper": _SOUND,
         "delete the one that is left over": _SOUND,

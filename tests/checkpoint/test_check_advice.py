@@ -105,6 +105,8 @@ SAVE_FILE = "download or copy the file again, or save it again"
 WRITE = "write the file again with the program that made it, or download it again"
 CORRECT = "correct it, or save the model again with `save_pretrained`"
 CORRECT_NUMBER = "correct the number, or save the adapter again with `save_pretrained` of peft"
+CORRECT_CONFIG = "correct adapter_config.json to what it was trained with, or save the adapter again"
+ENCODE = "save it as UTF-8 without a byte order mark, or download it again"
 WHOLE = "download or copy the whole folder again, or save it again"
 INDEX_AGAIN = "save or download the index again"
 CASES: dict[str, Case] = {
@@ -261,6 +263,20 @@ CASES: dict[str, Case] = {
         fields("adapter_config.json", r=4),
         False,
     ),
+    "an alpha under another name": Case(
+        OF_ADAPTERS["adapter with an alpha under another name"].change,
+        "adapter-config",
+        CORRECT_CONFIG,
+        fields("adapter_config.json", lora_alpha=8, alpha=...),
+        False,
+    ),
+    "a byte order mark": Case(
+        lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text(), "utf-8-sig"),
+        "json-invalid",
+        ENCODE,
+        lambda folder, _: (folder / "config.json").write_text((folder / "config.json").read_text("utf-8-sig"), "utf-8"),
+    ),
+    "UTF-16": Case(OF_ADAPTERS["adapter with a config of Windows"].change, "json-utf8", ENCODE, again, False),
 }
 LOADED = {"a backbone of another", "patterns of a quantizer"}  # of other models than the tiny one
 

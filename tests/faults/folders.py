@@ -373,6 +373,41 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter with a start of random numbers": Fault(
         adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4", "randomized SVD")
     ),
+    "adapter with a start of data": Fault(adapter_config(init_lora_weights="lora_ga"), ("lora_ga", "in no file")),
+    "adapter with CorDA's start": Fault(adapter_config(init_lora_weights="corda"), ("corda",)),
+    "adapter with a start in capitals": Fault(adapter_config(init_lora_weights="PiSSA"), ("'PiSSA'",)),
+    "adapter with an alpha under another name": Fault(
+        adapter_config(lora_alpha=..., alpha=16), ("lora_alpha is missing", '"alpha": 16')
+    ),
+    "adapter with the fields of MLX beside a method": Fault(
+        adapter_config(r=..., lora_parameters={"rank": 4, "scale": 2.0}), ("r is missing", '"rank": 4')
+    ),
+    "adapter with letters for its saved modules": Fault(
+        adapter_config(modules_to_save="lm_head"), ("modules_to_save is 'lm_head'", "a list of names")
+    ),
+    "adapter with no row to train": Fault(
+        adapter_config(trainable_token_indices={"embed_tokens": []}), ("trainable_token_indices is {", "null")
+    ),
+    "adapter with a config of Windows": Fault(
+        lambda f: (f / "adapter_config.json").write_text((f / "adapter_config.json").read_text(), "utf-16"),
+        ("adapter_config.json", "byte 0 is 0xff"),
+    ),
+    "adapter with a comment": Fault(
+        lambda f: (f / "adapter_config.json").write_text(
+            (f / "adapter_config.json").read_text().replace("{", "{  // the last run", 1)
+        ),
+        ("adapter_config.json", "'// the last run"),
+    ),
+    "adapter with a web page for its config": Fault(
+        lambda f: (f / "adapter_config.json").write_text("<!DOCTYPE html>\n<title>Sign in</title>"),
+        ("adapter_config.json", "'<!DOCTYPE html>"),
+    ),
+    "adapter with NaN for its dropout": Fault(
+        lambda f: (f / "adapter_config.json").write_text(
+            (f / "adapter_config.json").read_text().replace("{", '{"lora_dropout": NaN, ', 1)
+        ),
+        ("adapter_config.json", '"lora_dropout": NaN'),
+    ),
     "adapter with an infinite alpha": Fault(
         lambda f: (f / "adapter_config.json").write_text(
             (f / "adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 1e400')

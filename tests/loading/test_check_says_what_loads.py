@@ -51,7 +51,10 @@ def test_a_check_says_what_a_load_does(
 OF_THE_CONFIG_ALONE = [
     "adapter with half a rank", "adapter with half a rank for one", "adapter with an alpha of text for one",
     "adapter with null for its ranks", "adapter with null for its alphas", "adapter with null for its dropout",
-    "adapter with null for its bias", "adapter with a start of random numbers",
+    "adapter with null for its bias", "adapter with a start of random numbers", "adapter with a start of data",
+    "adapter with CorDA's start", "adapter with an alpha under another name", "adapter with a comment",
+    "adapter with the fields of MLX beside a method", "adapter with letters for its saved modules",
+    "adapter with no row to train", "adapter with a web page for its config", "adapter with NaN for its dropout",
 ]  # fmt: skip
 
 

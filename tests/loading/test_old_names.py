@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from safe_loading import (
     AdapterError,
     ArgumentError,
+    Workload,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    predict_memory,
     verify_merge,
 )
 from safe_loading.__main__ import main
@@ -155,6 +157,12 @@ def test_patterns_and_full_names_speak_of_the_old_names(tmp_path: Path, name: st
     full = faults.edited(adapter, tmp_path / "full", config=lambda c: c.update(target_modules=listed))
     merge_lora_checkpoint(base, full, tmp_path / "merged too")
     assert_adds(tmp_path / "merged too", base, truth)
+    held = sum(tensor.nbytes for tensor in load_file(adapter / "adapter_model.safetensors").values())
+    for folder in (adapter, full):
+        assert predict_memory(base, Workload.generate(1, 4, adapter=folder)).components["adapters"] == held
+    (full / "adapter_model.safetensors").rename(full / "not here")
+    assert predict_memory(base, Workload.generate(1, 4, adapter=full)).components["adapters"] == held
+    (full / "not here").rename(full / "adapter_model.safetensors")
     model = load_peft_on_rank(full, base)
     load_adapter_on_rank(model, adapter, "default", hotswap=True)
     merge_lora_inplace(model).save_pretrained(tmp_path / "again")

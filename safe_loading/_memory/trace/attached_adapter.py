@@ -62,7 +62,7 @@ def with_adapter(
     )
     from safe_loading._loading.starts import skip_deferred_start
 
-    config = read_adapter(adapter).config if isinstance(adapter, (str, os.PathLike)) else adapter
+    config = read_adapter(adapter).config_on(model) if isinstance(adapter, (str, os.PathLike)) else adapter
     refuse_untraced_methods(config)
     _refuse_incomplete(config)
     if config is not adapter:
@@ -86,9 +86,9 @@ def with_adapter(
         skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
     # a saved config has inference_mode=True, with which nothing would be trained
     if isinstance(adapter, (str, os.PathLike)):
-        prefix = str(wrapped.base_model.prefix)
+        own = "prompt_encoder." if config.is_prompt_learning else str(wrapped.base_model.prefix)
         for name, parameter in wrapped.named_parameters():
-            if prefix in name or "modules_to_save" in name:
+            if own in name or "modules_to_save" in name:
                 parameter.requires_grad_(True)
     prepare_adapter(wrapped, prepare_for_kbit)
     yield wrapped

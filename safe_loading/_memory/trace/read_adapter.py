@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import torch
 
 from safe_loading._core.workload import Workload
 
@@ -18,14 +21,21 @@ Folder = str | os.PathLike[str]
 class ReadAdapter(os.PathLike[str]):
     """The folder or hub id of an adapter, equal to the one that was passed, with its config."""
 
-    def __init__(self, folder: Folder, config: PeftConfig) -> None:
+    def __init__(self, folder: Folder, config: PeftConfig, keys: Iterable[str]) -> None:
         self.folder = folder
         self._config = config
+        self._keys = keys
 
     @property
     def config(self) -> PeftConfig:
         """A copy of the config, to which peft may write as it attaches the adapter."""
         return copy.deepcopy(self._config)
+
+    def config_on(self, base: torch.nn.Module) -> PeftConfig:
+        """A copy of the config, by the names that the modules of a base have now."""
+        from safe_loading._loading.adapter_values import as_named_now
+
+        return as_named_now(self.config, self._keys, base)
 
     def __fspath__(self) -> str:
         return os.fspath(self.folder)
@@ -56,7 +66,7 @@ def read_adapter(folder: Folder) -> ReadAdapter:
         return folder
     from safe_loading._loading.peft_config import read_peft_config
 
-    return ReadAdapter(folder, read_peft_config(folder))
+    return ReadAdapter(folder, *read_peft_config(folder))
 
 
 def as_passed(workload: Workload) -> Workload:
