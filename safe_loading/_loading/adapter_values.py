@@ -8,7 +8,6 @@ from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from peft import PeftConfig
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.copy_bytes import read_into
@@ -22,7 +21,7 @@ from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import AdapterError, CheckpointError
 
 from .key_names import renames, summarize
-from .old_names import OldNames, with_new_names
+from .old_names import OldNames
 
 
 class RenamedTensors(NamedTuple):
@@ -110,7 +109,7 @@ def rename_keys(
     ``key_mapping`` holds the patterns that the caller has for the keys; None takes those of the base's class, as peft.
     The keys in ``known`` are known to be right, without a look at the base.
     """
-    changed, collisions, patterns, old = _places(tensors, base, prompt_learning, key_mapping, known)
+    changed, collisions, patterns, old = places(tensors, base, prompt_learning, key_mapping, known)
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
@@ -123,15 +122,18 @@ def rename_keys(
     return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)], old)
 
 
-def as_named_now(config: PeftConfig, keys: Iterable[str], base: torch.nn.Module) -> PeftConfig:
-    """Return an adapter's config by the names that the modules of ``base`` have now, as the keys of its file tell."""
-    return with_new_names(config, _places(keys, base, config.is_prompt_learning)[-1], base)
+def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by their key on disk, without a value of them."""
+    found = {
+        name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in header.tensors.items()
+    }
+    return _of_mlx(found) if is_mlx else found
 
 
-def _places(
+def places(
     keys: Iterable[str],
     base: torch.nn.Module | None,
-    prompt_learning: bool,
+    prompt_learning: bool = False,
     key_mapping: Mapping[str, str] | None = None,
     known: Container[str] = (),
 ) -> tuple[dict[str, str], list[str], Mapping[str, str], OldNames | None]:

@@ -21,7 +21,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
-from safe_loading._core.names import PEFT_PREFIX, method_name
+from safe_loading._core.names import method_name
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Severity
 from safe_loading._core.thread_patches import patched
@@ -59,19 +59,13 @@ def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfi
     ]
 
 
-def read_peft_config(source: str | os.PathLike[str]) -> tuple[PeftConfig, tuple[str, ...]]:
-    """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load, and their keys.
-
-    Where its weights are not there, or have no header, the keys are those of factors of the modules that it names.
-    """
+def read_peft_config(source: str | os.PathLike[str]) -> tuple[PeftConfig, AdapterFolder]:
+    """Return the config of an adapter whose tensors are not read, checked as for a load, and its folder's facts."""
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
     opened = read_adapter_config(resolved)
     config = build_config(opened, is_trainable=False)[0]
     opened.require_unchanged()  # peft has read it again
-    if opened.header is not None and not opened.is_mlx:
-        return config, tuple(opened.header.tensors)
-    named = getattr(config, "target_modules", None) or ()
-    return config, () if isinstance(named, str) else tuple(f"{PEFT_PREFIX}{name}.lora_A.weight" for name in named)
+    return config, opened
 
 
 def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: object) -> None:

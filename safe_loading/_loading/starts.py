@@ -251,10 +251,10 @@ def start_findings(
 
 def random_start(config: PeftConfig, file: str) -> list[Finding]:
     """Return the finding of a start that no base repeats: it took random numbers, or data, that are in no file."""
-    of_data = isinstance(config, LoraConfig) and config.init_lora_weights in _FROM_DATA
-    if not of_data and not _is_random(config):
+    init = config.init_lora_weights if isinstance(config, LoraConfig) else None
+    if init not in _FROM_DATA and not _is_random(config):
         return []
-    fix = _CONVERT if of_data and config.init_lora_weights == "corda" else _CONVERT_OR_SIMILAR
+    fix = _CONVERT if init == "corda" else _CONVERT_OR_SIMILAR  # which peft does not start without its data
     return [fault("start-not-repeatable", file, _why_another_start(config, ()), fix)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -284,12 +285,12 @@ def _build_on_meta(
     from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
 
     if isinstance(adapter, (str, os.PathLike)):
-        config = read_adapter(adapter).config_on(made.model)
+        config, fitted = read_adapter(adapter).config_on(made.model)
         refuse_costly_patterns(config, made.model, adapter)
     else:
-        config = copy.copy(adapter)
+        config, fitted = copy.copy(adapter), contextlib.nullcontext()
     config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
-    with injecting(adapter, made.model), as_trained(config):
+    with injecting(adapter, made.model), as_trained(config), fitted:
         attached = get_peft_model(made.model, config)
     prepare_adapter(attached, preparation)
     return attached, None if workload is None else workload.replace(adapter=None)

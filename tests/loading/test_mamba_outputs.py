@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from safe_loading import (
     AdapterError,
+    Workload,
     check_checkpoint,
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    predict_memory,
     verify_merge,
 )
 
@@ -83,5 +85,11 @@ def test_it_runs_and_is_merged_and_is_not_trained(tmp_path: Path, name: str) -> 
         wanted = AutoModelForCausalLM.from_pretrained(merged).eval()(tokens).logits
         assert torch.allclose(model(tokens).logits, wanted, atol=1e-4)
         assert torch.equal(merge_lora_inplace(model)(tokens).logits, wanted)
-    with pytest.raises(AdapterError, match="out_proj"):
-        load_peft_on_rank(base, adapter, is_trainable=True)
+    held = sum(tensor.nbytes for tensor in tensors_in(adapter).values())
+    assert predict_memory(base, Workload.generate(1, 4, adapter=adapter)).components["adapters"] == held
+    for train in (
+        lambda: load_peft_on_rank(base, adapter, is_trainable=True),
+        lambda: predict_memory(base, Workload.train(1, 4, adapter=adapter)),
+    ):
+        with pytest.raises(AdapterError, match="out_proj"):
+            train()

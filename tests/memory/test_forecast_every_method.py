@@ -298,6 +298,20 @@ def test_a_config_without_what_peft_needs_is_completed_as_advised() -> None:
         )
 
 
+SAVED = ("Lora", "AdaLora", "LNTuning", "PrefixTuning", "PromptEncoder", "TrainableTokens")  # one of each kind
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_adapter_is_forecast_as_its_config(name: str, tmp_path: Path) -> None:
+    config = config_of(name)
+    wanted = predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
+    config = config_of(name)
+    config.inference_mode = True  # as peft saves it
+    config.save_pretrained(tmp_path)
+    found = predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=tmp_path))
+    assert (found.components, found.allocated_peak_bytes) == (wanted.components, wanted.allocated_peak_bytes)
+
+
 def test_what_peft_says_of_a_config_is_mended_as_advised() -> None:
     with pytest.raises(
         AdapterError, match=r"block size is 256\. peft\.get_peft_model says the same.*change what"

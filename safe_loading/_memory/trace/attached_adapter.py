@@ -22,6 +22,8 @@ from .trace_error import refuse_untraced_methods
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from safe_loading._core.workload import Workload
+
 # what peft computes with before it looks whether it is there, with an example of each
 _NEEDED = {
     "task_type": "'CAUSAL_LM'",
@@ -36,18 +38,20 @@ _FROM_DATA = ("corda", "loftq")
 @contextlib.contextmanager
 def with_adapter(
     model: torch.nn.Module,
-    adapter: PeftConfig | str | os.PathLike[str] | None,
+    workload: Workload,
     left_on_host: set[str] | None = None,
     *,
     prepare_for_kbit: KbitPreparation = "none",
 ) -> Iterator[torch.nn.Module]:
-    """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
+    """Yield the model with the workload's adapter attached: a peft config, the folder of an adapter, or None.
 
     While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
     its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
     `left_on_host` receives the names of the buffers that peft leaves on the host when the model is on a device already.
+    A saved config is that of an adapter to run, of which a workload that trains makes one to train.
     `prepare_for_kbit` says who prepares it, where the base is in 4 or 8 bits.
     """
+    adapter = workload.adapter
     if adapter is None:
         yield model
         return
@@ -58,15 +62,21 @@ def with_adapter(
         as_trained,
         injecting,
         is_lora,
+        mamba_outputs_adapted,
         refuse_costly_patterns,
     )
     from safe_loading._loading.starts import skip_deferred_start
 
-    config = read_adapter(adapter).config_on(model) if isinstance(adapter, (str, os.PathLike)) else adapter
+    fitted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(adapter, (str, os.PathLike)):
+        config, fitted = read_adapter(adapter).config_on(model)
+    else:
+        config = adapter
     refuse_untraced_methods(config)
     _refuse_incomplete(config)
     if config is not adapter:
         refuse_costly_patterns(config, model, adapter)
+        config.inference_mode = workload.kind != "train"  # a saved config has True, with which nothing would be trained
     config = _as_attached(config)
     # Only LoRA's modules are the same when they are made on meta. Other methods compute with what they make, such as
     # BOFT its permutations, and peft moves and casts it (AdaLoRA's ranks become trainable): made on the host, a layer
@@ -77,19 +87,15 @@ def with_adapter(
     device = torch.device("meta" if on_meta else "cpu")
     building = contextlib.ExitStack()
     with own_generators(), MetaStandIns(model), uninitialized, device, injecting(adapter, model), building:
+        building.enter_context(fitted)
         building.enter_context(as_trained(config))
+        building.enter_context(mamba_outputs_adapted(config))
         building.enter_context(limit)
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
         if left_on_host is not None:
             left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")
     for name in wrapped.peft_config:
         skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
-    # a saved config has inference_mode=True, with which nothing would be trained
-    if isinstance(adapter, (str, os.PathLike)):
-        own = "prompt_encoder." if config.is_prompt_learning else str(wrapped.base_model.prefix)
-        for name, parameter in wrapped.named_parameters():
-            if own in name or "modules_to_save" in name:
-                parameter.requires_grad_(True)
     prepare_adapter(wrapped, prepare_for_kbit)
     yield wrapped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,27 +15,29 @@ from safe_loading._core.workload import Workload
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from safe_loading._checkpoint.adapter_folder import AdapterFolder
+
 Folder = str | os.PathLike[str]
 
 
 class ReadAdapter(os.PathLike[str]):
     """The folder or hub id of an adapter, equal to the one that was passed, with its config."""
 
-    def __init__(self, folder: Folder, config: PeftConfig, keys: Iterable[str]) -> None:
+    def __init__(self, folder: Folder, config: PeftConfig, facts: AdapterFolder) -> None:
         self.folder = folder
         self._config = config
-        self._keys = keys
+        self._facts = facts
 
     @property
     def config(self) -> PeftConfig:
         """A copy of the config, to which peft may write as it attaches the adapter."""
         return copy.deepcopy(self._config)
 
-    def config_on(self, base: torch.nn.Module) -> PeftConfig:
-        """A copy of the config, by the names that the modules of a base have now."""
-        from safe_loading._loading.adapter_values import as_named_now
+    def config_on(self, base: torch.nn.Module) -> tuple[PeftConfig, AbstractContextManager[None]]:
+        """A copy of the config as it is attached to a base, and what to build it inside of."""
+        from safe_loading._loading.config_on_base import config_on_base
 
-        return as_named_now(self.config, self._keys, base)
+        return config_on_base(self.config, self._facts, base)
 
     def __fspath__(self) -> str:
         return os.fspath(self.folder)

@@ -148,7 +148,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
         stack.enter_context(cuda_autocast(workload))
         mesh = stack.enter_context(fake_ranks(spread, rank))
         stack.enter_context(undone(Snapshot(model, others=hidden_modules(model)).restore))
-        adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=preparation)
+        adapted = with_adapter(model, workload, where.left_on_host, prepare_for_kbit=preparation)
         running = stack.enter_context(adapted)
         where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
         stack.enter_context(with_fused_lm_head(running, workload))
@@ -256,7 +256,7 @@ def ranks_alike(
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(fake_ranks(spread))
         stack.enter_context(undone(Snapshot(model).restore))
-        running = stack.enter_context(with_adapter(model, workload.adapter, prepare_for_kbit=prepare_for_kbit))
+        running = stack.enter_context(with_adapter(model, workload, prepare_for_kbit=prepare_for_kbit))
         if spread.kind in ("fsdp1", "fsdp2") and (problems := past_hooks(running)):
             raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
         held: dict[int, tuple[int, ...]]
