@@ -179,7 +179,10 @@ def test_trl_casts_what_is_trained_but_for_the_magnitudes_of_dora() -> None:
     biases = torch.nn.Parameter(torch.ones(256, dtype=torch.float32))
     model.get_submodule("model.layers.0.mlp.down_proj").bias = biases
     adapter = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, bias="all", modules_to_save=["lm_head"])
-    with undone(Snapshot(model).restore), with_adapter(model, adapter, prepare_for_kbit="trl") as attached:
+    with (
+        undone(Snapshot(model).restore),
+        with_adapter(model, Workload.train(1, 4, adapter=adapter), prepare_for_kbit="trl") as attached,
+    ):
         trained = {name: p.dtype for name, p in attached.named_parameters() if p.requires_grad}
     assert {dtype for name, dtype in trained.items() if "magnitude" in name} == {torch.float32}
     assert {dtype for name, dtype in trained.items() if "magnitude" not in name} == {torch.bfloat16}
