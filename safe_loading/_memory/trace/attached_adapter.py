@@ -67,11 +67,7 @@ def with_adapter(
     )
     from safe_loading._loading.starts import skip_deferred_start
 
-    fitted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if isinstance(adapter, (str, os.PathLike)):
-        config, fitted = read_adapter(adapter).config_on(model)
-    else:
-        config = adapter
+    config, fitted = _config_on(model, adapter)
     refuse_untraced_methods(config)
     _refuse_incomplete(config)
     if config is not adapter:
@@ -98,6 +94,15 @@ def with_adapter(
         skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
     prepare_adapter(wrapped, prepare_for_kbit)
     yield wrapped
+
+
+def _config_on(
+    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str]
+) -> tuple[PeftConfig, contextlib.AbstractContextManager[None]]:
+    """Return an adapter's config for a model, and the context in which peft builds it."""
+    if isinstance(adapter, (str, os.PathLike)):
+        return read_adapter(adapter).config_on(model)
+    return adapter, contextlib.nullcontext()
 
 
 def _refuse_incomplete(config: PeftConfig) -> None:

@@ -34,7 +34,7 @@ class ReadAdapter(os.PathLike[str]):
         return copy.deepcopy(self._config)
 
     def config_on(self, base: torch.nn.Module) -> tuple[PeftConfig, AbstractContextManager[None]]:
-        """A copy of the config as it is attached to a base, and what to build it inside of."""
+        """A copy of the config as it is attached to a base, and the context in which peft builds it."""
         from safe_loading._loading.config_on_base import config_on_base
 
         return config_on_base(self.config, self._facts, base)
