@@ -107,7 +107,7 @@ def try_parse(data: bytes, where: str, *, finite: bool = False, infinity: bool =
 
 
 def _standing(text: str, error: ValueError) -> str:
-    """Return the text that stands where JSON ends, so that a web page, a comment or a comma is told by its first words."""
+    """Return the text that stands where JSON ends: a web page, a comment or a comma is told by its first words."""
     if isinstance(error, json.JSONDecodeError):
         found = text[error.pos : error.pos + 40]
         return f", where it has {found!r}" if found.strip() else ", where it has nothing"

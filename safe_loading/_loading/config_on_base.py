@@ -22,7 +22,7 @@ from .old_names import with_new_names
 def config_on_base(
     config: PeftConfig, facts: AdapterFolder, base: torch.nn.Module
 ) -> tuple[PeftConfig, AbstractContextManager[None]]:
-    """Return a config by the names that the base has now, over experts as it fuses them, and the context to build it in.
+    """Return a config by the names that the base has now, over its experts, and the context in which peft builds it.
 
     Where the weights of the adapter are not there, or have no header, the names are those of its config alone.
     """
