@@ -373,9 +373,6 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter with a start of random numbers": Fault(
         adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4", "randomized SVD")
     ),
-    "adapter with a start of data": Fault(adapter_config(init_lora_weights="lora_ga"), ("lora_ga", "in no file")),
-    "adapter with CorDA's start": Fault(adapter_config(init_lora_weights="corda"), ("corda",)),
-    "adapter with a start in capitals": Fault(adapter_config(init_lora_weights="PiSSA"), ("'PiSSA'",)),
     "adapter with an alpha under another name": Fault(
         adapter_config(lora_alpha=..., alpha=16), ("lora_alpha is missing", '"alpha": 16')
     ),

@@ -13,7 +13,12 @@ from faults.folders import Fault
 from safe_loading import CheckpointNotFound, SafeLoadingError, check_checkpoint, load_peft_on_rank
 
 OF_A_BASE: Mapping[str, Fault] = {**folders.WEIGHTS, **folders.INDEXES, **folders.CONTENTS, **folders.CONFIGS}
-OF_AN_ADAPTER: Mapping[str, Fault] = {**folders.WEIGHTS, **folders.ADAPTERS, **folders.ADAPTER_CONFIGS}
+STARTS = {  # that a load refuses, and an audit judges
+    "adapter with a start of data": Fault(folders.adapter_config(init_lora_weights="lora_ga"), ("lora_ga", "no file")),
+    "adapter with a start in capitals": Fault(folders.adapter_config(init_lora_weights="PiSSA"), ("'PiSSA'",)),
+    "adapter with CorDA's start": Fault(folders.adapter_config(init_lora_weights="corda"), ("corda", "no file")),
+}
+OF_AN_ADAPTER: Mapping[str, Fault] = {**folders.WEIGHTS, **folders.ADAPTERS, **folders.ADAPTER_CONFIGS, **STARTS}
 
 
 def is_refused(adapter: Path, base: Path) -> bool:
