@@ -383,7 +383,7 @@ def _checked(workload: Workload) -> Workload:
     problems: list[str] = []
     numbers: dict[str, Any] = {}
     written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least = dict.fromkeys(_MAY_BE_ZERO, 0)
+    least: dict[str, int] = dict.fromkeys(_MAY_BE_ZERO, 0)
     for name in ("batch_size", "sequence_length", "gradient_accumulation_steps", *least):
         value, low = getattr(workload, name), least.get(name, 1)
         # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
