@@ -21,6 +21,7 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.peft_layers import base_of, has_adapters
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading._model.zero3 import made_whole
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
@@ -331,7 +332,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     with quiet(), as_trained(config), mamba_outputs_adapted(config), unconverted:
         if on_meta:
             # No memory is used and no number is drawn: every value comes from the file.
-            with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit():
+            with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit(), made_whole():
                 injected = _inject(model, config, adapter, on_meta=True)
         else:
             # Only here: what is built on meta allocates nothing, whatever its size.

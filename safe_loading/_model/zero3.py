@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import modeling_utils
+from transformers import integrations, modeling_utils
 
 from safe_loading._core.report import counted
 from safe_loading._core.stubs import answer_no
@@ -31,8 +31,8 @@ def splits_new_models() -> bool:
 
 @contextlib.contextmanager
 def made_whole() -> Iterator[None]:
-    """Make models that ZeRO-3 does not split inside the block, in this thread."""
-    with patched(modeling_utils, _ASKS, answer_no):
+    """Make models, and attach adapters to them, that ZeRO-3 does not split inside the block, in this thread."""
+    with patched(modeling_utils, _ASKS, answer_no), patched(integrations, _ASKS, answer_no):  # peft asks the latter
         yield
 
 

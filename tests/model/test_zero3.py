@@ -124,6 +124,17 @@ def test_an_adapter_that_takes_weights_of_a_split_base_is_left_to_peft(made: Mad
             assert {n for n, p in one.named_parameters() if not torch.equal(p, road.get_parameter(n))} == set()
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_rows_of_a_split_base_are_checked_on_meta_as_ever(made: Made) -> None:
+    """peft itself takes them from a CUDA device, which the check has none of."""
+    base = made.llama()
+    adapter = made.adapter(base, trainable_token_indices=[1, 2])
+    with zero3_is_on():
+        assert "headers alone" not in str(check_checkpoint(adapter))
+        with pytest.raises(AdapterError, match=r"ZeRO-3 has split its weights\. Load it with PeftModel"):
+            load_peft_on_rank(base, adapter, device="cpu")
+
+
 ON_DEVICE = """
     import sys, torch, torch_npu
     import torch.distributed as dist

@@ -83,6 +83,15 @@ def latent(**options):
         topk_method="greedy", n_group=1, topk_group=1, attn_implementation="eager", pad_token_id=0)
     return DeepseekV2ForCausalLM, DeepseekV2Config(**{**sizes, **options})
 
+def chosen():
+    # each token attends to the four that a small network of whole weights chooses
+    from tiny_models import tiny_config
+    from transformers import DeepseekV32ForCausalLM
+    config = tiny_config("DeepseekV32ForCausalLM")
+    config.update(dict(index_topk=4, vocab_size=252, pad_token_id=0))
+    config._attn_implementation = "eager"
+    return DeepseekV32ForCausalLM, config
+
 def with_lora(model, **options):
     torch.manual_seed(7)
     targets = ["q_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_b_proj"]
@@ -138,7 +147,7 @@ def accumulated(model, batches):
 mesh = tensor_mesh(2, 2)
 mine = BATCHES[mesh.get_local_rank(0)]
 MODELS = {
-    "gpt oss": gpt_oss, "llama 4": llama4, "latent": latent,
+    "gpt oss": gpt_oss, "llama 4": llama4, "latent": latent, "chosen": chosen,
     "llama": llama, "qwen3": qwen3, "phi3": phi3, "mixtral": mixtral, "qwen3 moe": qwen3_moe,
     "tied": lambda: qwen3(tie_word_embeddings=True),
     "odd": lambda: qwen3(vocab_size=253, attention_bias=True),
@@ -233,10 +242,14 @@ dist.destroy_process_group()
 # A model, and whether it has an adapter.
 SAMPLE = [("llama", False), ("llama", True), ("qwen3", False), ("phi3", False), ("phi3", True)]
 SAMPLE += [("odd and tied", False), ("odd and tied", True), ("qwen3 moe", False), ("mixtral", True)]
-SAMPLE += [("gpt oss", False), ("gpt oss", True), ("llama 4", False), ("latent", False), ("latent", True)]
+SAMPLE += [("gpt oss", False), ("llama 4", False), ("latent", True)]
 REST = [
     ("mixtral", False),
+    ("gpt oss", True),
     ("llama 4", True),
+    ("latent", False),
+    ("chosen", False),
+    ("chosen", True),
     ("qwen3 moe", True),
     ("qwen3", True),
     ("tied", False),
@@ -881,12 +894,10 @@ SPLIT = [
     "PhiForCausalLM",
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForCausalLM",
-    # sinks, a bias of each head, latent attention that chooses tokens, experts that give what they get
+    # sinks, latent attention that chooses tokens, experts that give what they get
     "GraniteSWAForCausalLM",
-    "BeamForCausalLM",
     "GlmMoeDsaForCausalLM",
     "LongcatFlashForCausalLM",
-    "NemotronHForCausalLM",
 ]
 # Among its split layers a module has parameters, takes a mean over a whole layer, or would be cut between its halves.
 NOT_SPLIT = ["ApertusForCausalLM", "Gemma3nForCausalLM", "InklingForCausalLM"]
