@@ -28,15 +28,29 @@ class TorchSwitches:
 
     def __init__(self) -> None:
         self._functions = torch._C.DisableTorchFunction()
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._keys = torch._C._ForceDispatchKeyGuard(included, excluded)
-        # each remembers what it finds; in one line, since an interruption comes between two
-        self._keys.__enter__(), self._functions.__enter__(), self._functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # of torch
+        self._keys = _dispatch_keys()
+        # it remembers what it finds; in one line, since an interruption comes between two
+        self._functions.__enter__(), self._functions.__exit__(None, None, None)
 
     def put_back(self) -> None:
         """Put them back; it may run twice."""
-        self._keys.__exit__(None, None, None)
+        if _dispatch_keys() != self._keys:
+            guard = torch._C._ForceDispatchKeyGuard(*self._keys)
+            guard.__enter__()  # type: ignore[no-untyped-call]  # of torch
+            _GUARDS.append(guard)
         self._functions.__exit__(None, None, None)
+
+
+_GUARDS: list[object] = []
+"""Guards that set dispatch keys, kept for ever: the end of one sets the keys that it found, in whatever thread that is.
+
+So none is made in advance: it would end with the last reference to it, which the collector may find in the middle of a
+call of torch, since an exception refers to the frames of all callers.
+"""
+
+
+def _dispatch_keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 class TorchState:

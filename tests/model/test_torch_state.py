@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,3 +49,33 @@ def test_ctrl_c_leaves_no_torch_function_disabled() -> None:
     with pytest.raises(KeyboardInterrupt):
         verb()
     assert torch._C._is_torch_function_enabled()
+
+
+def test_the_end_of_a_state_leaves_the_dispatch_keys_of_then() -> None:
+    """An exception that is kept refers to the frames of all callers, and the collector finds it at any time."""
+    kept = []
+
+    @undone_when_raised
+    def verb() -> None:
+        kept.append(sys._getframe(1))
+
+    verb()
+    with torch._C._DisableTorchDispatch():
+        within = torch._C._dispatch_tls_local_exclude_set()
+        kept.clear()
+        assert torch._C._dispatch_tls_local_exclude_set() == within
+
+
+def test_ctrl_c_leaves_no_dispatch_key_excluded() -> None:
+    before = torch._C._dispatch_tls_local_exclude_set()
+
+    @undone_when_raised
+    def verb() -> None:
+        torch._C._DisableTorchDispatch().__enter__()
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            verb()
+        gc.collect()
+        assert torch._C._dispatch_tls_local_exclude_set() == before
