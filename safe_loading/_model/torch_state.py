@@ -30,7 +30,7 @@ class TorchSwitches:
         self._functions = torch._C.DisableTorchFunction()
         self._keys = _dispatch_keys()
         # it remembers what it finds; in one line, since an interruption comes between two
-        self._functions.__enter__(), self._functions.__exit__(None, None, None)
+        _ = self._functions.__enter__(), self._functions.__exit__(None, None, None)
 
     def put_back(self) -> None:
         """Put them back; it may run twice."""
