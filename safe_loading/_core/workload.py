@@ -27,7 +27,7 @@ AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "generated_rows")
+_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation")
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +51,7 @@ class Workload:
         use_cache: Whether the model fills its cache in training too.
         fused_lm_head: Whether trl's fused LM head computes the loss, without logits; or ``"liger"``.
         completion_length: Of GRPO: tokens of each row that were generated, the last ones; 0 for other trainings.
-        generated_rows: Of GRPO: rows that the model itself generates before it is trained on them; 0 for vLLM.
+        steps_per_generation: Of GRPO: micro-batches that the model itself generates at once; 0 where vLLM does.
         old_log_probs: Of GRPO: whether the policy scores the samples before it is trained on them.
         do_sample: Whether tokens are drawn by their probabilities, which are then kept beside the scores.
     """
@@ -72,7 +72,7 @@ class Workload:
     new_tokens: int = 0
     reference: Reference | None = None
     completion_length: int = 0
-    generated_rows: int = 0
+    steps_per_generation: int = 0
     old_log_probs: bool = False
     do_sample: bool = False
 
@@ -144,7 +144,7 @@ class Workload:
         fused_lm_head: bool | Literal["liger"] = False,
         reference: Reference | None = None,
         completion_length: int = 0,
-        generated_rows: int = 0,
+        steps_per_generation: int = 0,
         old_log_probs: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
@@ -178,7 +178,7 @@ class Workload:
                 with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
                 preferences is two rows; of KTO's rows with other completions the longest counts as well.
             completion_length: Of GRPO, as `grpo` makes it: the last tokens of each row, which were generated.
-            generated_rows: Of GRPO: the rows that the model generates itself before the step.
+            steps_per_generation: Of GRPO, as for `grpo`.
             old_log_probs: Of GRPO: whether the model scores them before it is trained on them.
 
         Raises:
@@ -200,21 +200,21 @@ class Workload:
                 fused_lm_head=fused_lm_head,
                 reference=reference,
                 completion_length=completion_length,
-                generated_rows=generated_rows,
+                steps_per_generation=steps_per_generation,
                 old_log_probs=old_log_probs,
             )
         )
 
     @staticmethod
     def grpo(
-        batch_size: int,
+        batch_size: int | None,
         prompt_length: int,
         completion_length: int,
         gradient_checkpointing: bool = False,
         optimizer: str | type = "adamw",
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
         *,
-        generated_rows: int | None = None,
+        steps_per_generation: int | None = None,
         old_log_probs: bool = False,
         reference: Reference | None = None,
         autocast: str | None = None,
@@ -226,13 +226,14 @@ class Workload:
 
         Args:
             batch_size: Rows of a micro-batch on one device (``per_device_train_batch_size``); each is one completion.
+                None where a search is to find it.
             prompt_length: Tokens of the longest prompt.
             completion_length: Tokens of the longest completion (``max_completion_length``).
             gradient_checkpointing: As for `train`; what runs without a graph is not checkpointed.
             optimizer: As for `train`.
             adapter: As for `train`.
-            generated_rows: Rows that the model generates at once on one device: ``per_device_train_batch_size`` times
-                ``steps_per_generation``. None takes trl's default, those of one optimizer step; 0 is for vLLM.
+            steps_per_generation: Micro-batches that the model generates at once, as in ``GRPOConfig``. None takes trl's
+                default, those of one optimizer step; 0 is for vLLM, with which the model generates none.
             old_log_probs: Whether the samples are scored by the policy too: with vLLM they are, and where samples are
                 used for more than one optimizer step.
             reference: As for `train`; None with ``beta=0.0``, which is trl's default.
@@ -242,7 +243,7 @@ class Workload:
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
         """
-        numbers = {"batch_size": batch_size, "prompt_length": prompt_length, "completion_length": completion_length}
+        numbers = {"prompt_length": prompt_length, "completion_length": completion_length}
         wrong = [f"{name}={value!r}" for name, value in numbers.items() if not _is_count(value)]
         if wrong:
             raise ArgumentError("Workload.grpo needs integers, 1 or more:", wrong)
@@ -257,9 +258,14 @@ class Workload:
             fused_lm_head=True,
             reference=reference,
             completion_length=completion_length,
-            generated_rows=batch_size * gradient_accumulation_steps if generated_rows is None else generated_rows,
+            steps_per_generation=gradient_accumulation_steps if steps_per_generation is None else steps_per_generation,
             old_log_probs=old_log_probs,
         )
+
+    @property
+    def generated_rows(self) -> int:
+        """The rows of GRPO that the model generates at once on one device."""
+        return self.batch_size * self.steps_per_generation
 
     @property
     def rollout(self) -> Workload:

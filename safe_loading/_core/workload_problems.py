@@ -28,8 +28,8 @@ def problems_of_flags(workload: Any) -> list[str]:
 def problems_of_grpo(workload: Any) -> list[str]:
     """Return the problems of a step of GRPO, whose rows are prompts with their completions."""
     if not workload.completion_length:
-        extra = workload.generated_rows or workload.old_log_probs
-        return ["generated_rows= and old_log_probs= are of GRPO: pass completion_length= too."] if extra else []
+        extra = workload.steps_per_generation or workload.old_log_probs
+        return ["steps_per_generation= and old_log_probs= are of GRPO: pass completion_length= too."] if extra else []
     problems = []
     if workload.fused_lm_head is not True:
         problems.append("completion_length= is of GRPO in trl, which has a fused head: pass fused_lm_head=True.")

@@ -248,9 +248,10 @@ def _refuse_spread(spread: Spread, workload: Workload) -> None:
     if not spread.ranks:
         raise ArgumentError(f"{spread} leaves the ranks open: pass a number, or let fewest_ranks find it.")
     if workload.completion_length:
+        none: Any = {"completion_length": 0, "steps_per_generation": 0, "old_log_probs": False, "fused_lm_head": False}
         raise ArgumentError(
             f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
-            f"{workload.replace(completion_length=0, generated_rows=0, old_log_probs=False, fused_lm_head=False)}."
+            f"{workload.replace(**none)}."
         )
     if workload.fused_lm_head:
         raise ArgumentError(

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from test_trl_trainers import CONFIG, LORA, options, table, trl  # noqa: F401  # a fixture
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import ArgumentError, Spread, Workload, audit_model, predict_memory
+from safe_loading import ArgumentError, Spread, Workload, audit_model, largest_micro_batch, predict_memory
 from safe_loading._memory.trace import fused_lm_head
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._memory.trace.two_ends import trace_two_ends
@@ -66,7 +66,7 @@ def test_a_step_takes_what_the_allocator_gives(
         checkpointed,
         "none",
         adapter,
-        generated_rows=ROWS * STEPS,
+        steps_per_generation=STEPS,
         old_log_probs=old,
         reference=reference,
     )
@@ -101,15 +101,27 @@ def test_a_step_takes_what_the_allocator_gives(
 
 def test_samples_of_the_model_run_beside_all_that_the_step_finds() -> None:
     config = LlamaConfig(**WIDE)
-    step = Workload.grpo(1, 32, 480, optimizer="adamw", generated_rows=0)
-    alone, few, many = (predict_memory(config, step.replace(generated_rows=rows)) for rows in (0, 1, 512))
+    step = Workload.grpo(1, 32, 480, optimizer="adamw", steps_per_generation=0)
+    alone, few, many = (predict_memory(config, step.replace(steps_per_generation=rows)) for rows in (0, 1, 512))
     assert alone.allocated_peak_bytes == few.allocated_peak_bytes  # vLLM's, or less than the training takes
-    generation = predict_memory(config, step.replace(generated_rows=512).rollout)
+    generation = predict_memory(config, step.replace(steps_per_generation=512).rollout)
     state = many.components["optimizer"]
     assert state == alone.components["optimizer"]
     more = many.allocated_peak_bytes - generation.allocated_peak_bytes
     assert state <= more <= state * 1.5  # and the scratch of the backward pass's products
     assert many.peak_at.startswith("decode")
+
+
+def test_a_search_for_rows_generates_as_many_times_the_rows() -> None:
+    config = LlamaConfig(**WIDE)
+    step = Workload.grpo(None, 32, 96, optimizer="adamw", gradient_accumulation_steps=4)
+    whole = predict_memory(config, step.replace(batch_size=8))
+    found = largest_micro_batch(config, step, whole.total_bytes).workload
+    assert found.batch_size == 8
+    assert found.generated_rows == 32
+    assert found.rollout.batch_size == 32
+    changes = [change.change for change in whole.suggestions(whole.total_bytes * 9 // 10)]
+    assert any("batch_size=4, gradient_accumulation_steps=8, steps_per_generation=8" in text for text in changes)
 
 
 def test_what_is_no_step_of_grpo_is_refused() -> None:
@@ -119,13 +131,13 @@ def test_what_is_no_step_of_grpo_is_refused() -> None:
         Workload.train(1, 64, completion_length=32)
     assert Workload.train(1, 64, fused_lm_head=True, completion_length=32).completion_length
     with pytest.raises(ArgumentError, match=r"pass completion_length= too"):
-        Workload.train(1, 64, generated_rows=4)
+        Workload.train(1, 64, steps_per_generation=4)
     with pytest.raises(ArgumentError, match=r"Workload.grpo needs integers"):
         Workload.grpo(1, 0, 32)
     with pytest.raises(ArgumentError, match="Forecast one card, or its training alone"):
         predict_memory(CONFIG, Workload.grpo(1, 32, 32), spread=Spread.ddp(2))
     alone = Workload.grpo(1, 32, 32).replace(
-        completion_length=0, generated_rows=0, old_log_probs=False, fused_lm_head=False
+        completion_length=0, steps_per_generation=0, old_log_probs=False, fused_lm_head=False
     )
     assert predict_memory(CONFIG, alone, spread=Spread.ddp(2)).allocated_peak_bytes
     assert eval(repr(Workload.grpo(2, 8, 8, old_log_probs=True)), {"Workload": Workload}) == Workload.grpo(

@@ -38,7 +38,7 @@ def _samples_of(trainer: Any, workload: Workload) -> dict[str, Any]:
     every = steps * getattr(arguments, "num_iterations", 1)
     return {
         "completion_length": min(arguments.max_completion_length, workload.sequence_length - 1),
-        "generated_rows": 0 if by_vllm else workload.batch_size * steps,
+        "steps_per_generation": 0 if by_vllm else steps,
         "old_log_probs": corrected or arguments.gradient_accumulation_steps % every != 0,
     }
 

@@ -180,7 +180,11 @@ def _fewer_rows(workload: Workload) -> Iterator[_Change]:
         if workload.kind != "train":
             yield _Change(f"batch_size={rows}", f"{parts} batches for one", {"batch_size": rows})
             continue
-        step = {"batch_size": rows, "gradient_accumulation_steps": workload.gradient_accumulation_steps * parts}
+        summed_up = (
+            "gradient_accumulation_steps",
+            *(["steps_per_generation"] if workload.steps_per_generation else []),
+        )
+        step = {"batch_size": rows, **{name: getattr(workload, name) * parts for name in summed_up}}
         text = ", ".join(f"{name}={value}" for name, value in step.items())
         yield _Change(text, f"{parts} micro-batches for one", step)
 
