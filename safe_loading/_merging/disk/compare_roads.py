@@ -149,10 +149,12 @@ class FactorSums:
             off = right.sub_(merged).mul_(update)
             road.noise += _dot(off, off)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the factor is that of some road, as far as independent roundings let one tell."""
-        return any(abs(self.along - road.along) <= self.slack + NOISE * math.sqrt(road.noise) for road in self.roads)
+    def is_whole(self, noise: float = math.inf) -> bool:
+        """Whether the factor is that of some road, as far as independent roundings, or a `noise`, let one tell."""
+        return any(
+            abs(self.along - road.along) <= self.slack + NOISE * math.sqrt(min(road.noise, noise))
+            for road in self.roads
+        )
 
     @property
     def scale(self) -> float:

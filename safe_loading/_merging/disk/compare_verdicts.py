@@ -132,7 +132,7 @@ def _is_whole(sums: Sums, error: float = 0.0) -> bool:
     if not sums.update:
         return True
     if sums.told.roads:
-        return sums.told.is_whole
+        return sums.told.is_whole()
     return sums.off_along <= max(error, sums.factor) * sums.update + NOISE * math.sqrt(sums.noise)
 
 
@@ -143,13 +143,13 @@ def _is_scaled(sums: Sums) -> bool:
     explained = sums.along**2 / sums.update
     factor = sums.along / sums.update
     left = max(sums.change - explained, 0.0)
-    if sums.told.is_whole:
+    # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
+    most = left * sums.update / sums.elements
+    if sums.told.is_whole(most):
         return False
-    if not sums.told.roads:
-        # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
-        noise = min(sums.noise, left * sums.update / sums.elements)
-        if sums.off_along <= sums.factor * sums.update + NOISE * math.sqrt(noise):
-            return False
+    noise = min(sums.noise, most)
+    if not sums.told.roads and sums.off_along <= sums.factor * sums.update + NOISE * math.sqrt(noise):
+        return False
     return explained >= sums.change / 4 and left <= sums.rounding + max(1.0, factor**2) * sums.bound
 
 
