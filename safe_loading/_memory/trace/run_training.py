@@ -106,7 +106,7 @@ def _run_micro_batches(
 def _forward(
     model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger, reference: Reference | None
 ) -> torch.Tensor:
-    """Return the loss of a micro-batch; its output and inputs are dropped, as the Trainer does before backward."""
+    """Return the loss of a micro-batch; its output and inputs are dropped before the backward pass."""
     batch = inputs.batch(workload.batch_size, workload.sequence_length)
     if workload.labels and "labels" in inputs.names and "labels" not in batch:
         batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
@@ -117,7 +117,9 @@ def _forward(
         output = model(**batch, **options)
         if reference is not None:
             reference({**batch, **options})
-        return _loss_of(output)
+        loss = _loss_of(output)
+        del output, batch  # in the order of the Trainer
+        return loss
 
 
 class _Importance:
