@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 
 import pytest
 import torch
@@ -29,3 +30,13 @@ def test_places_are_those_of_bucketize(table: str) -> None:
     values = torch.cat([middles, down, up, numbers, ends, drawn, drawn / 7])
     assert torch.equal(Middles(middles).before(values), torch.bucketize(values, middles))
     Middles(middles).before(torch.tensor([math.nan], dtype=torch.float64))  # is not beyond the tables
+
+
+def test_the_tables_lie_on_the_host_wherever_the_package_is_first_used() -> None:
+    """Inside ``with torch.device("meta")`` or ``"cuda"``, say, which a module that is imported there sees."""
+    with torch.device("meta"):
+        tables = runpy.run_module("safe_loading._model.formats.mxfp4")
+        places = Middles(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
+    values = torch.tensor([0.3, 0.5], dtype=torch.float64)
+    assert tables["_PLACES"].before(values).tolist() == [1, 1]
+    assert places.before(values).tolist() == [1, 1]

@@ -22,7 +22,7 @@ class Middles:
         self._per_unit = (_CELLS - 1) / max(float(middles[-1]) - self._low, torch.finfo(torch.float64).tiny)
         cells = self._cells(middles).long()
         self._is_fine = bool((cells[1:] > cells[:-1]).all())  # else some cell has several
-        self._middle = torch.full((_CELLS,), math.inf, dtype=torch.float64)
+        self._middle = torch.full((_CELLS,), math.inf, dtype=torch.float64, device=middles.device)
         self._middle[cells] = middles
         holds = self._middle.isfinite().long()
         self._count = holds.cumsum(0) - holds  # of the cells before

@@ -27,8 +27,9 @@ from .stored import QuantizedTensor, RowCodes, Stored, StoredCodes, Tables, entr
 MX_BLOCK = 32  # elements that share a scale
 # Between two neighbors of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A middle goes to the neighbor whose code is even; a number that
 # equals a boundary is given to the lower one, so each second boundary lies just below its middle.
-_MIDDLES = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float64)
-_MIDDLES[1::2] = torch.nextafter(_MIDDLES[1::2], torch.zeros(3, dtype=torch.float64))
+# On the host, whatever torch's default device is where the package is first used.
+_MIDDLES = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float64, device="cpu")
+_MIDDLES[1::2] = torch.nextafter(_MIDDLES[1::2], torch.zeros_like(_MIDDLES[1::2]))
 _PLACES = Middles(_MIDDLES)
 _LARGEST = 6.0  # of the codes
 _BIAS = 127
