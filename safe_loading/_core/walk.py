@@ -70,6 +70,8 @@ def hidden_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module | torch.nn
     import torch
 
     kinds = (torch.nn.Module, torch.nn.Parameter)
+    # asked first, since a module has dozens of attributes, and torch tells a Parameter in Python
+    containers, kinds_of_torch = (dict, list, tuple), (torch.nn.Module, torch.Tensor)
 
     def held(value: object, place: str, depth: int) -> Iterator[tuple[str, torch.nn.Module | torch.nn.Parameter]]:
         if isinstance(value, kinds):
@@ -85,8 +87,9 @@ def hidden_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module | torch.nn
     found: dict[str, torch.nn.Module | torch.nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
-            place = "" if name in _OF_TORCH else f"{path}.{name}".lstrip(".")
-            for where, part in held(value, place, _DEEPEST) if place else ():
+            if name in _OF_TORCH or not (type(value) in containers or isinstance(value, kinds_of_torch)):
+                continue
+            for where, part in held(value, f"{path}.{name}".lstrip("."), _DEEPEST):
                 # a module that holds the whole model is its surroundings
                 around = isinstance(part, torch.nn.Module) and any(m is model for m in unordered_modules(part))
                 if id(part) not in own and not around:

@@ -10,6 +10,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch.nn.modules.batchnorm import _NormBase
 
 from safe_loading._core.report import Finding, counted
+from safe_loading._memory.trace.inputs import is_of_engine
 
 from .audited_model import AuditedModel, size_of
 from .kept_memory import is_target
@@ -34,9 +35,8 @@ def check_statistics(audited: AuditedModel) -> Iterator[Finding]:
     if audited.adapted is None:
         yield from _check_frozen(audited, changing)
         return
-    saved = [m for m in audited.inner.modules() if isinstance(m, ModulesToSaveWrapper)]
-    kept = {id(part) for module in saved for part in module.modules()}
-    changing = {path: module for path, module in changing.items() if id(module) not in kept}
+    saved = _saved_modules(audited.inner)
+    changing = {path: module for path, module in changing.items() if id(module) not in saved}
     if changing:
         message = (
             f"the running statistics of {counted(len(changing), 'layer')} change in each forward pass of the training, "
@@ -45,6 +45,11 @@ def check_statistics(audited: AuditedModel) -> Iterator[Finding]:
         fix = "name the layers in modules_to_save."
         size = size_of(buffer for module in changing.values() for buffer in module.buffers())
         yield Finding("SL145", "warning", first_names(changing), message, fix, size)
+
+
+def _saved_modules(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the modules that an adapter's checkpoint has whole."""
+    return {id(part) for m in model.modules() if isinstance(m, ModulesToSaveWrapper) for part in m.modules()}
 
 
 def _check_frozen(audited: AuditedModel, changing: Mapping[str, _NormBase]) -> Iterator[Finding]:
@@ -72,15 +77,13 @@ def check_changed_buffers(step: TracedStep) -> Iterator[Finding]:
     Such as a codebook, a queue or a running mean. Engines' own modules keep caches in buffers that are not saved.
     """
     audited = step.audited
-    modules = dict(audited.outermost.named_modules())
-    saved = {id(part) for m in modules.values() if isinstance(m, ModulesToSaveWrapper) for part in m.modules()}
+    modules, saved = dict(audited.outermost.named_modules()), _saved_modules(audited.outermost)
     lost: dict[str, torch.Tensor] = {}
     for name in step.record.changed:
         path, _, own = name.rpartition(".")
         module = modules[path]
-        of_engine = type(module).__module__.partition(".")[0] in ("torch", "transformers", "peft")
         transient = own in module._non_persistent_buffers_set
-        if not of_engine and (transient or (audited.adapted is not None and id(module) not in saved)):
+        if not is_of_engine(type(module)) and (transient or (audited.adapted is not None and id(module) not in saved)):
             lost[name] = audited.outermost.get_buffer(name)
     if lost:
         left_out = "with persistent=False" if audited.adapted is None else "beside the adapter"

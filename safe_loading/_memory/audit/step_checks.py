@@ -216,8 +216,7 @@ def _survivors(trace: StepTrace, left_out: Collection[str], first: int = 0) -> l
 def _second_pass(trace: StepTrace) -> int:
     """Return the index of the first allocation of the second forward pass."""
     phases = [allocation.phase for allocation in trace.allocations]
-    turns = [at for at in range(1, len(phases)) if phases[at - 1] == "backward" and phases[at] == "forward"]
-    return turns[0] if turns else 0
+    return next((at for at in range(1, len(phases)) if phases[at - 1 : at + 1] == ["backward", "forward"]), 0)
 
 
 def _only_of_adapters(audited: AuditedModel) -> set[str]:

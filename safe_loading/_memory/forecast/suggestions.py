@@ -180,11 +180,9 @@ def _fewer_rows(workload: Workload) -> Iterator[_Change]:
         if workload.kind != "train":
             yield _Change(f"batch_size={rows}", f"{parts} batches for one", {"batch_size": rows})
             continue
-        summed_up = (
-            "gradient_accumulation_steps",
-            *(["steps_per_generation"] if workload.steps_per_generation else []),
-        )
-        step = {"batch_size": rows, **{name: getattr(workload, name) * parts for name in summed_up}}
+        step = {"batch_size": rows, "gradient_accumulation_steps": workload.gradient_accumulation_steps * parts}
+        if workload.steps_per_generation:
+            step["steps_per_generation"] = workload.steps_per_generation * parts
         text = ", ".join(f"{name}={value}" for name, value in step.items())
         yield _Change(text, f"{parts} micro-batches for one", step)
 

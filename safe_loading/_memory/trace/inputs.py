@@ -64,8 +64,13 @@ def _forwards(model: torch.nn.Module) -> Iterator[Callable[..., object]]:
             continue
         if own is not getattr(model.forward, "__func__", None):
             yield functools.partial(own, model)
-        if cls.__module__.partition(".")[0] in _ENGINES:
+        if is_of_engine(cls):
             return
+
+
+def is_of_engine(cls: type) -> bool:
+    """Whether a class is an engine's, and not its user's."""
+    return cls.__module__.partition(".")[0] in _ENGINES
 
 
 def _inner_model(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -39,10 +39,11 @@ _CLIPPED = 1 + 2.0**-5
 class CodesComparer(CodesWriter):
     """Compares one weight in the place of writing it; ``source`` and ``target`` are descriptors of its codes."""
 
+    _elements = _MERGED
+
     def __init__(self, merge: CodesMerge, source: int, codes: TensorInfo, target: int, scales: _Scales) -> None:
         """Take a weight, and its codes and scales as the folder has them."""
         super().__init__(merge, source, torch.device("cpu"), {})
-        self._elements = _MERGED
         read = {**merge.weight.scales, "scales": scales}
         found = dataclasses.replace(merge.weight, info=codes, scales=read)
         self._found = Decoder(found, target)

@@ -139,15 +139,15 @@ class FactorSums:
         if (self.blocks - 1) % roads.stride:
             return
         base = bases[0]
-        self.along += _dot(merged - base, update)
+        self.along += dot(merged - base, update)
         self.slack = NOISE * torch.finfo(roads.dtype).eps / 2 * roads.of_factors
         for number, right in enumerate(right for start in bases for right in roads.sums(start, update, row)):
             if number == len(self.roads):
                 self.roads.append(_Road())
             road = self.roads[number]
-            road.along += _dot(right - base, update)
+            road.along += dot(right - base, update)
             off = right.sub_(merged).mul_(update)
-            road.noise += _dot(off, off)
+            road.noise += dot(off, off)
 
     def is_whole(self, noise: float = math.inf) -> bool:
         """Whether the factor is that of some road, as far as independent roundings, or a `noise`, let one tell."""
@@ -196,5 +196,6 @@ def _sum(products: Iterator[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+def dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the sum of the products of two tensors' elements."""
     return float(torch.dot(one.reshape(-1), other.reshape(-1)))

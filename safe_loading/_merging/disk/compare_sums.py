@@ -15,7 +15,7 @@ from safe_loading._model.tensor_values import value_range
 
 from .compare_bounds import UNIT, Bound
 from .compare_midpoints import DTYPES, Interval
-from .compare_roads import FactorSums, rounded
+from .compare_roads import FactorSums, dot, rounded
 
 _KEPT = 16  # numbers of rows that are named
 _SAMPLES, _SAMPLE = 4, 64  # of wrong rows in each half, and elements of each, that are held against other rows
@@ -196,12 +196,12 @@ class Sums:
         if not count:  # zeros of another sign
             return
         self.wrong += count
-        squares = _dot(merged, merged)
+        squares = dot(merged, merged)
         if not math.isfinite(squares):
             finite = merged.isfinite()
             self.not_finite += int((~finite).sum())
             merged = merged.where(finite, nearest)
-            squares = _dot(merged, merged)
+            squares = dot(merged, merged)
         base = torch.zeros_like(exact) if block.base is None else block.base
         self.has_base = self.has_base and block.base is not None
         self.not_base = self.not_base or block.differs(base)
@@ -246,16 +246,16 @@ class Sums:
             off = merged - exact
         update, change = exact - base, merged - base
         self.elements += len(merged)
-        self.update += _dot(update, update)
-        self.change += _dot(change, change)
-        self.along += _dot(change, update)
-        self.nearest_along += _dot(torch.sub(nearest, base, out=change), update)
+        self.update += dot(update, update)
+        self.change += dot(change, change)
+        self.along += dot(change, update)
+        self.nearest_along += dot(torch.sub(nearest, base, out=change), update)
         if other is not None:
-            self.rounded_along = (self.rounded_along or 0.0) + _dot(torch.sub(other, base, out=change), update)
+            self.rounded_along = (self.rounded_along or 0.0) + dot(torch.sub(other, base, out=change), update)
         noise = torch.sub(merged, nearest, out=off).mul_(update)
-        self.noise += _dot(noise, noise)
-        self.rounding += _dot(gaps, gaps) / 4
-        self.bound += _dot(error, error)
+        self.noise += dot(noise, noise)
+        self.rounding += dot(gaps, gaps) / 4
+        self.bound += dot(error, error)
 
     def _add_roads(self, block: Block, bound: Bound, base: torch.Tensor, merged: torch.Tensor, width: int) -> None:
         """Add to the sums that tell the factor of the update from those of right ones, road by road."""
@@ -328,10 +328,6 @@ class Sums:
         if self.told.roads:
             return self.told.scale
         return self.along / self.nearest_along if self.nearest_along > 0 else math.nan
-
-
-def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.dot(one.reshape(-1), other.reshape(-1)))
 
 
 def _inside(

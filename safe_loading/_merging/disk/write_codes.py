@@ -69,11 +69,12 @@ class CodesWriter:
     ``source`` is the descriptor of the file that holds the codes of the base.
     """
 
+    _elements = _ELEMENTS
+
     def __init__(
         self, merge: CodesMerge, source: int, device: torch.device, targets: Mapping[Role, PartTarget]
     ) -> None:
         self.meter = LossMeter()
-        self._elements = _ELEMENTS
         self._merge, self._weight, self._targets = merge, merge.weight, targets
         self._device = torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
         self._decoder = Decoder(self._weight, source)
@@ -208,10 +209,8 @@ class CodesWriter:
         """Write one expert, by the rows of its codes, each of which is a column of the weight."""
         rows, columns = update.shape
         width = self._weight.info.nbytes // (self._weight.shape[0] * rows)  # of a row, in bytes
-        merger, step = (
-            RowMerger(update, torch.float64, self._device, scratch_bytes=8 * self._elements),
-            _rows_at_once(columns, 1, self._elements),
-        )
+        merger = RowMerger(update, torch.float64, self._device, scratch_bytes=8 * self._elements)
+        step = _rows_at_once(columns, 1, self._elements)
         for first in range(0, rows, step):
             stop = min(first + step, rows)
             begin, end = ((expert * rows + row) * width for row in (first, stop))
