@@ -38,6 +38,7 @@ from .match import Match, match_tensors
 from .move_modules import move_modules
 from .old_names import with_new_names
 from .peft_config import as_trained, build_config, mamba_outputs_adapted, refuse_costly_patterns, without_targets
+from .prompts import foreign_prompt
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
     BaseWatch,
@@ -160,7 +161,9 @@ def check_on_meta(
             problems += errors_in(adapter.findings)
             continue
         if not builds_on_meta(adapter.config):  # needs the base's values; its tensors are matched as it is attached
-            problems += [*errors_in(adapter.findings), *without_targets(adapter.config, base_of(meta_model))]
+            base, where = base_of(meta_model), adapter.facts.config_file
+            foreign = foreign_prompt(adapter.config, base, where)
+            problems += [*errors_in(adapter.findings), *without_targets(adapter.config, base), *foreign]
             continue
         before = Snapshot(model)
         try:
@@ -323,6 +326,9 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     embeddings = [weight for weight in embeddings_and_head_of(base).own_weights if weight is not None]
     config = adapter.config
     refuse_costly_patterns(config, base, adapter.facts.config_file)
+    foreign = foreign_prompt(config, base, adapter.facts.config_file)
+    if foreign:
+        raise AdapterError(foreign[0])
     prompts = config.is_prompt_learning
     file = rename_keys(adapter.facts, adapter.tensors, base, prompt_learning=prompts, key_mapping=adapter.key_mapping)
     config = with_new_names(config, file.old_names, base)

@@ -163,6 +163,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass the base that it was trained on": "loading/test_check_as_load.py::"
         "test_targets_of_another_base_are_named_before_it_is_read",
     },
+    "_loading/prompts.py": {
+        "Pass the base that it was trained on": "loading/test_prompts.py::"
+        "test_a_prefix_of_another_number_of_layers_is_refused",
+    },
     "_loading/sources.py": {
         "look for the folders": LABEL,
         "read the adapter": LABEL,
