@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from peft import PeftConfig
 
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.text_config import text_config
 
 _PER_LAYER = ("PREFIX_TUNING", "CARTRIDGE")  # keys and values for each layer; other prompts are rows of embeddings
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "decoder_layers", "encoder_layers")
@@ -32,7 +31,6 @@ def foreign_prompt(config: PeftConfig, base: torch.nn.Module, where: object) -> 
 
 
 def _layer_counts(base: torch.nn.Module) -> set[int]:
-    config: Any = getattr(base, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    counts = (getattr(each, name, None) for each in (config, text) for name in _LAYER_COUNTS)
+    config = getattr(base, "config", None)
+    counts = (getattr(each, name, None) for each in (config, text_config(config)) for name in _LAYER_COUNTS)
     return {count for count in counts if isinstance(count, int)}

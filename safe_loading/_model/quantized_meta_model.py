@@ -131,7 +131,8 @@ def _of_text_model(config: PreTrainedConfig) -> object:
         text = config.get_text_config(decoder=True)
     except ValueError:  # several of them
         return None
-    found: object = vars(text).pop("quantization_config", None)
+    # a mapping where the class knows no config inside: transformers says what is wrong as it builds the model
+    found: object = vars(text).pop("quantization_config", None) if isinstance(text, PreTrainedConfig) else None
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from safe_loading import CheckpointError, plan_device_map
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.quantized.request import read_request
 from safe_loading._model.quantized_meta_model import quantized_meta_model
@@ -439,3 +442,10 @@ def test_names_in_part_of_awq_are_said_since_transformers_reads_them_otherwise()
     again = quantized_meta_model(llama(), whole)
     assert "awq-partial-names" not in [finding.code for finding in again.findings]
     assert [p.shape for p in again.model.parameters()] == [p.shape for p in made.model.parameters()]
+
+
+def test_a_config_inside_that_the_class_does_not_know_is_named_in_the_words_of_transformers(tmp_path: Path) -> None:
+    document = {"architectures": ["LlamaForCausalLM"], **llama().to_dict(), "text_config": {"model_type": "llama"}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be built on meta from it: .*'to_dict'"):
+        plan_device_map(tmp_path, {0: "1GB"}, verify=False)
