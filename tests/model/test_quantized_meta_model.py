@@ -447,5 +447,5 @@ def test_names_in_part_of_awq_are_said_since_transformers_reads_them_otherwise()
 def test_a_config_inside_that_the_class_does_not_know_is_named_in_the_words_of_transformers(tmp_path: Path) -> None:
     document = {"architectures": ["LlamaForCausalLM"], **llama().to_dict(), "text_config": {"model_type": "llama"}}
     (tmp_path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be built on meta from it: .*'to_dict'"):
+    with pytest.raises(CheckpointError, match=r"cannot be built on meta from it: .*'to_dict'"):
         plan_device_map(tmp_path, {0: "1GB"}, verify=False)
