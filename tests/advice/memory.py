@@ -199,6 +199,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Use an operation with a fixed output shape": _TRACED,
         "Pass what else the model needs": _PASSED,
         "Pass the part that the step runs": _PART,
+        "set model.config.pad_token_id": "memory/test_trace_inputs.py::"
+        "test_a_classifier_of_several_rows_has_a_padding_token_as_everybody_sets_it",
     },
     "_memory/trace/zero_step.py": {"pass param_dtype=": "memory/test_forecast_zero.py::test_what_is_refused"},
     "_memory/trace/trace_step.py": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from tiny_models import tiny_config
 from torch import nn
 from transformers import BartConfig, BertConfig, NllbMoeConfig
 
-from safe_loading import TraceError, Workload, predict_memory
+from safe_loading import TraceError, Workload, plan_device_map, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 PROMPT, TRAIN = Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")
 SMALL = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 64) | {"vocab_size": 101, "num_labels": 3}
 SMALL |= dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
 SMALL |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+
+LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def made(name: str, config: Any = None) -> Any:
@@ -184,3 +187,21 @@ def test_a_forward_that_moves_tensors_itself(how: str) -> None:
     assert trace.problems == ()
     made = [a.device for a in trace.allocations if a.phase == "forward" and a.bytes == 2 * 8 * 4]
     assert 0 in made
+
+
+def test_a_classifier_of_several_rows_has_a_padding_token_as_everybody_sets_it(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**LLAMA, vocab_size=101)
+    config.save_pretrained(tmp_path)
+    options: Any = {"auto_class": "AutoModelForSequenceClassification", "context_bytes": 0}
+    forecasts = [predict_memory(source, TRAIN, **options) for source in (tmp_path, config)]
+    assert config.pad_token_id is None
+    assert all(any("padding token is assumed" in note for note in forecast.notes) for forecast in forecasts)
+    assert plan_device_map(tmp_path, {0: "8GB"}, workload=TRAIN, auto_class=options["auto_class"], verify=False).ok
+    # a model that is there already fails in its step, too, until the script sets one
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(TraceError, match=r"no padding token.* set model\.config\.pad_token_id"):
+        predict_memory(model, TRAIN, context_bytes=0)
+    model.config.pad_token_id = 5
+    assert {predict_memory(model, TRAIN, context_bytes=0).allocated_peak_bytes} == {
+        forecast.allocated_peak_bytes for forecast in forecasts
+    }

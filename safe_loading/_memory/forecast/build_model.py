@@ -17,6 +17,7 @@ from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.inputs import assume_padding_token
 from safe_loading._memory.trace.read_adapter import ReadAdapter, read_adapter, with_read_adapter
 from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._memory.trace.trace_error import refuse_untraced_methods
@@ -86,6 +87,8 @@ def build(
     name = config_name if isinstance(source, PreTrainedConfig) else os.fspath(source)
     findings = [*made.findings, *untie_as_in_folder(model, folder)]
     notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in findings]
+    if assume_padding_token(model):
+        notes.append("A padding token is assumed: the config names none, without which a batch has one row.")
     if not made.packs_on_device:
         return Built(model, name, workload, Loading(), tuple(notes), made.capability, bool(made.method))
     recast: dict[str, int] = {}

@@ -12,6 +12,7 @@ from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.report import Finding
+from safe_loading._memory.trace.inputs import assume_padding_token
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.layout.packed_modules import modules_in_folder
 from safe_loading._model.layout.ties import untie_as_in_folder
@@ -82,6 +83,7 @@ def model_of(
             f"module itself, or auto_class=."
         ) from error
     findings = [*made.findings, *untie_as_in_folder(made.model, folder)]
+    assume_padding_token(made.model)
     if card is not None and card.trains and made.packs_on_device:
         preparation = check_preparation(prepare_for_kbit)
         prepare_base(made.model, preparation)

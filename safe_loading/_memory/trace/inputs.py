@@ -93,6 +93,18 @@ def engine_model(model: torch.nn.Module) -> torch.nn.Module:
     return next(engine_models, model)
 
 
+def assume_padding_token(model: torch.nn.Module) -> bool:
+    """Give a classifier of texts on meta a padding token where its config has none, and return whether it had none.
+
+    Whoever runs several rows must do so, and does it once the tokenizer is there.
+    """
+    config = text_config(getattr(model, "config", None))
+    if not type(model).__name__.endswith("ForSequenceClassification") or getattr(config, "pad_token_id", 0) is not None:
+        return False
+    config.pad_token_id = 0
+    return True
+
+
 class StepInputs:
     """Makes the input tensors of a step, with known values where they are integers.
 

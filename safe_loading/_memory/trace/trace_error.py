@@ -42,6 +42,7 @@ FIX_FOR_DEVICES = (
     "Make each tensor where those are that it meets: torch.arange(length, device=input_ids.device), or a buffer of the "
     "module. On the CPU alone the line runs, and on a GPU it fails."
 )
+_FIX_FOR_PADDING = "The step itself raises this, too: set model.config.pad_token_id, to the tokenizer's."
 _MOST_CHARACTERS = 600  # of the error's own message
 
 
@@ -81,6 +82,8 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         return _FIX_FOR_VALUES
     if _devices_differ(error):
         return FIX_FOR_DEVICES
+    if "no padding token" in str(error):  # transformers' own check of a classifier of several rows
+        return _FIX_FOR_PADDING
     if type(model).forward is torch.nn.Module.forward:
         parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
         return f"Pass the part that the step runs, such as meta_model(...).{parts[0]}." if parts else ""
