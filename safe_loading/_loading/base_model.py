@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from .into_place import IntoPlace, Method, read_into_place
 from .report import FROM_PRETRAINED
 
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
+# what torch's allocator of the host says, and the system, of a mapping
+_HOST_IS_FULL = re.compile("can't allocate memory|Cannot allocate memory", re.IGNORECASE)
 
 LoadingInfo = Mapping[str, Iterable[object]]
 """What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
@@ -176,6 +179,11 @@ def load_base(
             f'attn_implementation="sdpa", or install it.'
         ) from error
     except Exception as error:  # from the class of the model, its quantizer, or remote code
+        if _HOST_IS_FULL.search(str(error)):
+            raise MemoryError(
+                f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
+                f"raise the process's limit (ulimit -d, ulimit -v), and load again."
+            ) from error
         raise CheckpointError(
             f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}"
         ) from error

@@ -67,6 +67,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
     },
     "_loading/base_model.py": {
+        "Free some, or raise the process's limit": "loading/test_into_place.py::"
+        "test_where_the_memory_is_full_that_is_said_nothing_stays_and_a_later_load_is_whole",
         "Ask for what needs none of them": "loading/test_base_arguments.py::"
         "test_a_package_that_the_attention_needs_is_named_and_not_the_config",
         "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"

@@ -6,9 +6,10 @@ import contextlib
 import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import causal_lm_classes, image_text_classes, saved, skip_unless_buildable
+from tiny_models import causal_lm_classes, image_text_classes, saved, skip_unless_buildable, tiny_config
 from transformers import core_model_loading, modeling_utils
 
 from safe_loading import CheckpointError, load_peft_on_rank
@@ -26,6 +27,9 @@ from safe_loading._loading.into_place import IntoPlace, plan_into_place, read_in
 from safe_loading._loading.report import FROM_PRETRAINED, INTO_PLACE
 from safe_loading._model.layout.layout import read_layout
 from safe_loading._ranks.rank_devices import RankDevices
+
+if TYPE_CHECKING:
+    from rank_server import RankServer
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 FUSED = ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM"]
@@ -215,3 +219,50 @@ def open_files() -> list[str]:
     """Return the files in the folder of the test that this process has open."""
     links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.exists()]
     return [str(link) for link in links if link.suffix == ".safetensors"]
+
+
+FULL = """
+    import re, resource, sys, threading
+    from pathlib import Path
+    import torch
+    from safe_loading import load_peft_on_rank
+    adapter, base = sys.argv[1:3]
+    threading.stack_size(1 << 20)  # the limit counts the whole range of a stack, 8 MiB by default
+
+    def private():
+        return int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    free = resource.RLIM_INFINITY
+    wanted = load_peft_on_rank(adapter, base, device="cpu").state_dict()
+    errors, left = [], []
+    for room in (2 << 20, 14 << 20, 20 << 20):  # the file has 15 MiB, and can be mapped in the last
+        before = private()
+        resource.setrlimit(resource.RLIMIT_DATA, (before + room, free))
+        try:
+            load_peft_on_rank(adapter, base, device="cpu")
+        except MemoryError as error:
+            errors.append(str(error))
+        resource.setrlimit(resource.RLIMIT_DATA, (free, free))
+        left.append(private() - before)
+    found = load_peft_on_rank(adapter, base, device="cpu").state_dict()
+    same = found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    report(errors=errors, left=left, same=same)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA covers mappings on Linux only")
+def test_where_the_memory_is_full_that_is_said_nothing_stays_and_a_later_load_is_whole(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    config: Any = tiny_config("MixtralForCausalLM")
+    config.hidden_size, config.intermediate_size, config.vocab_size = 256, 512, 1000
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(str(tmp_path / "adapter"))
+    (told,) = rank_server.run_alone(FULL, args=[tmp_path / "adapter", tmp_path / "base"], timeout=240).found
+    assert told["same"]
+    assert max(told["left"]) < 4 << 20
+    mapping, again, allocation = told["errors"]
+    assert "no memory left for the base, and nothing of it stays: unable to mmap" in mapping
+    assert again == mapping
+    assert "can't allocate memory" in allocation
