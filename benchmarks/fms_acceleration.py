@@ -6,7 +6,9 @@ engines were torch 2.4, transformers 4.45 to 4.48, peft 0.12 and 0.13, trl 0.11 
 These things differ in those of today, and are put in:
 
 - the loss copies the logits in float32 without their last token (``.contiguous()``), where transformers 5 pads the
-  labels; that of gpt_bigcode is taken to copy them in 16 bits;
+  labels; that of gpt_bigcode copies them in 16 bits;
+- the gpt_bigcode of transformers 4.45 filled its cache under gradient checkpointing, too, with views that keep the
+  queries of all layers until the output is dropped; by then accelerate has copied 16-bit logits to float32;
 - the Granite of transformers 4.45 returned the logits in float32 alone, and kept the hidden states beside them;
 - trl cast the norms of a base in 4 bits to float32 where FSDP did not shard it, so that the sums of layers, which
   checkpoints keep, are in float32 too;
@@ -29,7 +31,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -40,7 +42,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.loss import loss_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeAttention, GPTBigCodeForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM, GraniteRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -194,6 +197,10 @@ def publishers_engines(row: Row) -> Iterator[None]:
         stack.enter_context(mock.patch.object(PreTrainedModel, "activation_checkpointing_enable", reentrant))
         if "PowerLM" in row.model:
             stack.enter_context(mock.patch.object(GraniteForCausalLM, "forward", _forward_of_4_45))
+        if "santacoder" in row.model:
+            presents = _Presents(in_float32=row.method == "nf4")
+            stack.enter_context(mock.patch.object(GPTBigCodeAttention, "forward", presents.attend))
+            stack.enter_context(mock.patch.object(GPTBigCodeForCausalLM, "forward", presents.forward))
         for norm in (GraniteRMSNorm, LlamaRMSNorm, MistralRMSNorm) if row.norms_cast else ():
             stack.enter_context(mock.patch.object(norm, "__init__", _norm_in_float32))
         if row.gpus > 1:
@@ -225,6 +232,41 @@ def _forward_of_4_45(
     logits = logits / self.config.logits_scaling
     logits = logits.float()
     return CausalLMOutputWithPast(loss=_loss_in_16_bits(logits, labels, self.config.vocab_size), logits=logits)
+
+
+class _Presents:
+    """The cache of GPTBigCode in transformers 4.45, which it fills under gradient checkpointing, too.
+
+    It has views of what ``c_attn`` returned for queries, keys and values, so that all of that stays until the Trainer
+    drops the output. With accelerate's mixed precision the output's logits are copied to float32 before.
+    """
+
+    def __init__(self, *, in_float32: bool) -> None:
+        self._in_float32 = in_float32
+        self._kept: list[torch.Tensor] | None = None  # only in the forward pass, and not where a checkpoint repeats it
+        attend, forward = GPTBigCodeAttention.forward, GPTBigCodeForCausalLM.forward
+        cache = cast("Any", self)
+
+        @functools.wraps(attend)
+        def attend_and_keep(attention: Any, hidden: torch.Tensor, layer_past: object = None, **kwargs: Any) -> Any:
+            return attend(attention, hidden, layer_past=cache, **kwargs)
+
+        @functools.wraps(forward)
+        def forward_and_convert(model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithCrossAttentions:
+            kept = self._kept = []
+            out = forward(model, *args, **kwargs)
+            self._kept = None
+            logits = out.logits.float() if self._in_float32 else out.logits
+            presents = cast("Any", tuple(kept))
+            return CausalLMOutputWithCrossAttentions(loss=out.loss, logits=logits, past_key_values=presents)
+
+        self.attend, self.forward = attend_and_keep, forward_and_convert
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the keys and values of a layer."""
+        if self._kept is not None:
+            self._kept += [keys, values]
+        return keys, values
 
 
 def _loss_of_copies(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *_: Any, **__: Any) -> torch.Tensor:
