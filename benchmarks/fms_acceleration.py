@@ -204,16 +204,21 @@ def publishers_engines(row: Row) -> Iterator[None]:
         for norm in (GraniteRMSNorm, LlamaRMSNorm, MistralRMSNorm) if row.norms_cast else ():
             stack.enter_context(mock.patch.object(norm, "__init__", _norm_in_float32))
         if row.gpus > 1:
-            stack.enter_context(mock.patch.object(GradientCheckpointingLayer, "__call__", torch.nn.Module.__call__))
             stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__call__", _checkpointed))
         yield
 
 
 def _checkpointed(unit: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """Call a unit, in a checkpoint if it is a layer."""
-    call = functools.partial(torch.nn.Module.__call__, unit, **kwargs)
-    layer = isinstance(unit.module, GradientCheckpointingLayer) and unit.training
-    return checkpoint(call, *args, use_reentrant=True) if layer else call(*args)
+    """Call a unit, in a checkpoint around it if it is a layer, which would else make one inside."""
+    layer = unit.module
+    if not (isinstance(layer, GradientCheckpointingLayer) and unit.training):
+        return torch.nn.Module.__call__(unit, *args, **kwargs)
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(layer, "gradient_checkpointing", False):
+            return torch.nn.Module.__call__(unit, *args, **kwargs)
+
+    return checkpoint(call, *args, use_reentrant=True)
 
 
 def _norm_in_float32(self: Any, hidden_size: int, eps: float = 1e-6) -> None:
@@ -254,7 +259,7 @@ class _Presents:
         @functools.wraps(forward)
         def forward_and_convert(model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithCrossAttentions:
             kept = self._kept = []
-            out = forward(model, *args, **kwargs)
+            out: Any = forward(model, *args, **kwargs)
             self._kept = None
             logits = out.logits.float() if self._in_float32 else out.logits
             presents = cast("Any", tuple(kept))

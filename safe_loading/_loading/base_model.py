@@ -178,19 +178,22 @@ def load_base(
             f"{str(error).rstrip('. ')}. Ask for what needs none of them, such as "
             f'attn_implementation="sdpa", or install it.'
         ) from error
-    except Exception as error:  # from the class of the model, its quantizer, or remote code
-        if _HOST_IS_FULL.search(str(error)):
-            raise MemoryError(
-                f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
-                f"raise the process's limit (ulimit -d, ulimit -v), and load again."
-            ) from error
-        raise CheckpointError(
-            f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:
+        raise _failed(folder, error) from error
     if devices.main.type == "cpu" and not devices.are_several:
         # peft's later calls take {"": "cpu"} for offloading, and dispatch the model to an accelerator
         vars(model).pop("hf_device_map", None)
     return model, info, methods[-1] if methods else Method(FROM_PRETRAINED, "its class has a loader of its own")
+
+
+def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:
+    """Return the error of a load that failed in the class of the model, its quantizer, or remote code."""
+    if _HOST_IS_FULL.search(str(error)):
+        return MemoryError(
+            f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
+            f"raise the process's limit (ulimit -d, ulimit -v), and load again."
+        )
+    return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}")
 
 
 def _packs_on_device(config: PreTrainedConfig, base_kwargs: EngineKwargs) -> bool:

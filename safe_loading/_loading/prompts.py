@@ -14,7 +14,8 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_laye
 
 def foreign_prompt(config: PeftConfig, base: torch.nn.Module, where: object) -> list[str]:
     """Return the problem of a prompt with another width or number of layers than its base; ``where`` is its config."""
-    if not config.is_prompt_learning or not hasattr(config, "token_dim"):
+    columns = getattr(config, "token_dim", None)
+    if not config.is_prompt_learning or columns is None:
         return []
     name = type(base).__name__
     if config.peft_type in _PER_LAYER:
@@ -25,8 +26,8 @@ def foreign_prompt(config: PeftConfig, base: torch.nn.Module, where: object) -> 
     else:
         embeddings = embeddings_and_head_of(base).weights[0]
         width = None if embeddings is None or embeddings.dim() != 2 else embeddings.shape[1]
-        misfit = None not in (config.token_dim, width) and config.token_dim != width
-        said = f"token_dim={config.token_dim}, and the embeddings of {name} have {width} columns"
+        misfit = width is not None and columns != width
+        said = f"token_dim={columns}, and the embeddings of {name} have {width} columns"
     return [f"{where}: the prompt has {said}. Pass the base that it was trained on."] if misfit else []
 
 

@@ -230,3 +230,20 @@ def test_the_units_of_an_adapter_are_those_of_accelerate_and_peft() -> None:
         "norm.weight",
         "lm_head.weight",
     ]
+
+
+def test_the_statistics_of_layers_in_4_bits_stay_whole_on_each_rank() -> None:
+    """FSDP1 shards the codes; the statistics, larger without double quantization, are plain tensors of each layer."""
+    config = LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1408})
+    step = Workload.train(1, 16, adapter=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    found = {}
+    for twice in (True, False):
+        in_4_bits = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": twice}
+        in_4_bits |= {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "bfloat16"}
+        spread = Spread.fsdp1(2, param_dtype="bfloat16")
+        options: dict[str, Any] = {"dtype": "bfloat16", "spread": spread, "prepare_for_kbit": "none"}
+        found[twice] = predict_memory(config, step, quantization_config=in_4_bits, **options)
+        assert found[twice].components["rounding"] >= 0  # the allocator holds all that the trace does
+    more = found[False].components["weights"] - found[True].components["weights"]
+    assert found[False].allocated_peak_bytes - found[True].allocated_peak_bytes == pytest.approx(more, rel=0.1)
+    assert more > 100_000

@@ -258,7 +258,8 @@ def _loading_events(resident: list[_Keyed], loading: Loading, trace: StepTrace) 
     for name in base:
         layer, _, attribute = name.rpartition(".")
         weight = f"{layer}.weight"
-        if attribute not in ("weight", "bias") and weight in loading.unpacked:
+        # where the weight is in a flat shard, its statistics come by themselves
+        if attribute not in ("weight", "bias") and weight in loading.unpacked and weight in base:
             companions[weight].append(name)
     made_with_weight = {name for several in companions.values() for name in several}
     for name in sorted(base, key=natural_key) if loading.warmed else base:
