@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.adapter_config import (
-    adapter_config_faults,
-    config_problems,
-    factors_of_other_rank,
-)
+from safe_loading._checkpoint.adapter_config import adapter_config_faults, config_problems, factors_of_other_rank
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.faults import fault, listed, note, raise_faults
 from safe_loading._checkpoint.files import size_of

@@ -22,11 +22,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def read_config(
-    folder: Path,
-    *,
-    trust_remote_code: bool = False,
-    document: JsonObject | None = None,
-    asked: Collection[str] = (),
+    folder: Path, *, trust_remote_code: bool = False, document: JsonObject | None = None, asked: Collection[str] = ()
 ) -> PreTrainedConfig:
     """Return the config in a folder.
 

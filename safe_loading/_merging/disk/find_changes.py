@@ -35,10 +35,7 @@ _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
-    sources: MergeSources,
-    dtype: torch.dtype | None,
-    model_class: ModelClass | None,
-    judged: Checkpoint | None = None,
+    sources: MergeSources, dtype: torch.dtype | None, model_class: ModelClass | None, judged: Checkpoint | None = None
 ) -> tuple[Changes, dict[str, str]]:
     """Return the changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
 

@@ -19,19 +19,7 @@ from .mxfp4 import MXFP4, STORED_MXFP4
 from .stored import StoredCodes
 from .torchao import TORCHAO
 
-_IN_ORDER = (
-    BITSANDBYTES,
-    FP8_BLOCKS,
-    MXFP8,
-    FBGEMM,
-    MXFP4,
-    COMPRESSED_TENSORS,
-    GPTQ,
-    AUTO_ROUND,
-    AWQ,
-    TORCHAO,
-    HQQ,
-)
+_IN_ORDER = (BITSANDBYTES, FP8_BLOCKS, MXFP8, FBGEMM, MXFP4, COMPRESSED_TENSORS, GPTQ, AUTO_ROUND, AWQ, TORCHAO, HQQ)
 FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
 STORED: Mapping[str, StoredCodes] = {
     each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS)

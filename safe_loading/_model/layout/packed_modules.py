@@ -72,11 +72,7 @@ def modules_by_headers(
 
 
 def _refuse_parts(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    layout: CheckpointLayout,
-    codes: frozenset[str],
-    linear: Mapping[str, str],
+    model: nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout, codes: frozenset[str], linear: Mapping[str, str]
 ) -> None:
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     parts = sorted(name for name in codes if (key := layout.key_of.get(name)) in parameters and key not in linear)
