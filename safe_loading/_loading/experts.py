@@ -212,7 +212,9 @@ class _Fitting:
         rank = max(factors.rank for factors in own)
         scaling = next((factors.scaling for factors in own if factors.scaling), 1.0)
         ratios = [factors.scaling / scaling if factors.scaling else 1.0 for factors in own]
-        exact = all(math.frexp(ratio)[0] == 0.5 or not _is_short(one) for ratio, one in zip(ratios, own, strict=True))
+        exact = all(
+            math.frexp(ratio)[0] == 0.5 or one.b.dtype.itemsize >= 4 for ratio, one in zip(ratios, own, strict=True)
+        )
         a, b = [], []
         for factors, ratio in zip(own, ratios, strict=True):
             one_a, one_b = (factors.a, factors.b) if exact else (factors.a.float(), factors.b.float())
@@ -279,10 +281,6 @@ def _selects(config: LoraConfig, path: str) -> bool:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         return True
     return bool(check_target_module_exists(config, path))
-
-
-def _is_short(factors: _Factors) -> bool:
-    return factors.b.dtype.itemsize < 4
 
 
 def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def load_peft_on_rank(
     group = Ranks.resolve(ranks)
     with group.together("check the arguments", timeout=timeout) as phase:
         source, given = named_sources(sources, base_model, adapter, adapter_subfolder)
-        loaded_base = _loaded(source)
+        loaded_base = cast("PreTrainedModel", source) if isinstance(source, torch.nn.Module) else None
         own, named = {"device": _one_place(device), "dtype": dtype}, {"device_map": device_map, **other}
         place, dtype, base_kwargs = LOAD.placed(load_peft_on_rank, named, own, base_kwargs)
         base_kwargs = checked_base_kwargs(base_kwargs or {})
@@ -179,10 +179,6 @@ def load_peft_on_rank(
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return cast("LoadedPeftModel", model)
-
-
-def _loaded(base: object) -> PreTrainedModel | None:
-    return cast("PreTrainedModel", base) if isinstance(base, torch.nn.Module) else None
 
 
 def _same_on_all(adapters: Mapping[str, Source], options: LoadOptions) -> dict[str, str]:

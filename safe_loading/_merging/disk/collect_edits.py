@@ -196,7 +196,7 @@ class _Collector:
         try:
             refuse_own_forward(base, replaces_rows=True)
         except CannotMergeError as reason:
-            self.problems.append(f"{_base_name(path)}: {reason}")
+            self.problems.append(f"{without_peft_levels(without_peft_prefix(path))}: {reason}")
         self._collect_token_rows(wrapper.token_adapter, base, path, order)
 
     def _collect_token_rows(
@@ -388,11 +388,6 @@ def _innermost(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(base_layer := getattr(inner, "base_layer", None), torch.nn.Module):
         inner = base_layer
     return inner
-
-
-def _base_name(path: str) -> str:
-    """Return a module's name in the base: without peft's prefix, and the levels that peft puts in between."""
-    return without_peft_levels(without_peft_prefix(path))
 
 
 def _module_of(name: str) -> str:
