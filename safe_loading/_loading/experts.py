@@ -26,7 +26,7 @@ from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding
 from safe_loading._model.peft_layers import base_of
 
-from .fused_layouts import expert_layouts, module_targets, named_as_others, short_name
+from .fused_layouts import RIGHT_BASE, expert_layouts, module_targets, named_as_others, short_name
 from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
 
@@ -186,10 +186,7 @@ class _Fitting:
             return
         more = f", and for {len(self._missing) - 1} more modules of experts" if self._missing[1:] else ""
         message = f"the config adapts this expert, and the file has no tensor for it{more}"
-        fix = (
-            "pass the base that the adapter was trained on as base_model, or save the adapter again (gathered, from "
-            "rank 0)"
-        )
+        fix = f"{RIGHT_BASE}, or save the adapter again (gathered, from rank 0)"
         self._findings.append(fault("adapter-key-missing", self._key(self._missing[0]), message, fix))
 
     def _check_shapes(self, parameter: FusedParameter, own: list[_Factors]) -> None:
@@ -202,9 +199,8 @@ class _Fitting:
                     f"lora_A is {list(factors.a.shape)} and lora_B {list(factors.b.shape)}, and the base's "
                     f"{parameter.path} is {list(parameter.shape)}"
                 )
-                fix = "pass the base that the adapter was trained on as base_model"
                 size = factors.a.nbytes + factors.b.nbytes
-                self._findings.append(fault("shape-mismatch", self._key(factors.path), message, fix, size))
+                self._findings.append(fault("shape-mismatch", self._key(factors.path), message, RIGHT_BASE, size))
                 return
 
     def _fit(self, parameter: FusedParameter, own: list[_Factors], key: str) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from .fused_parameters import FusedParameter, fused_keys, in_layout_of_peft
 
 _ROWS_FIRST = Version("0.19")  # the first release with the layout of today
 _GROUPED = {"gate_up_proj": "lora_gate_and_up", "down_proj": "lora_down"}  # NeMo's names
-_RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
+RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
 
 
 class _InLayout(NamedTuple):
@@ -120,7 +120,7 @@ def _ungrouped(
                 f"they are {list(a.shape)} and {list(b.shape)}, and for {parameter.path} "
                 f"{list(parameter.shape)} and the r={config.r} of the config {list(wanted[0])} and {list(wanted[1])}"
             )
-            fix = f"{_RIGHT_BASE}, or correct r in {ADAPTER_CONFIG}"
+            fix = f"{RIGHT_BASE}, or correct r in {ADAPTER_CONFIG}"
             where, size = f"{facts.weights}: {keys[0]}", a.nbytes + b.nbytes
             adapter.findings.append(fault("shape-mismatch", where, message, fix, size))
     config.target_modules = module_targets(adapter.config, base, parameters)  # type: ignore[assignment]
