@@ -19,8 +19,8 @@ from safe_loading._core.names import method_name, without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
-from .adapter_values import rename_keys
-from .attach import Adapter, Attached, refusal
+from .adapter_values import Adapter
+from .attach import Attached, refusal
 from .match import one_for_all_layers, saved_module_dtype
 from .old_names import with_new_names
 from .peft_config import of_pattern
@@ -48,7 +48,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     """
     name, config = adapter.name, adapter.config
     base = model.get_base_model()
-    file = rename_keys(adapter.facts, adapter.tensors, base, key_mapping=adapter.key_mapping)
+    file = adapter.renamed(base)
     config = with_new_names(config, file.old_names, base)
     try:
         check_hotswap_configs_compatible(model.peft_config[name], config)

@@ -38,8 +38,9 @@ from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
 from safe_loading.errors import AdapterError, ArgumentError
 
+from .adapter_values import Adapter
 from .alike import find_alike
-from .attach import Adapter, Attached, Checked, attach, attach_checked, check_on_meta
+from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
 from .base_arguments import check_class
 from .base_model import base_config, base_on_meta, check_fit, load_base, loading_findings, name_base, untied_findings
@@ -296,7 +297,7 @@ def _attach(
     model: torch.nn.Module, adapter: Adapter, options: LoadOptions, undo: Sequence[Snapshot], *, is_first: bool
 ) -> Attached:
     dtype, strict = options.adapter_dtype, options.strict
-    alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+    alike = find_alike(model, adapter)
     if alike is not None and has_adapters(model):
         return attach_alike(model, adapter, alike, options.devices, dtype=dtype, strict=strict)
     # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier

@@ -30,7 +30,8 @@ from safe_loading._ranks.rank_devices import RankDevices, devices_of, rank_devic
 from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
-from .attach import Adapter, check_adapter_name, prepare
+from .adapter_values import Adapter
+from .attach import check_adapter_name, prepare
 from .base_and_adapter import named_sources
 from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
 from .load import (
@@ -137,7 +138,7 @@ def load_peft_on_rank(
     group = Ranks.resolve(ranks)
     with group.together("check the arguments", timeout=timeout) as phase:
         source, given = named_sources(sources, base_model, adapter, adapter_subfolder)
-        loaded_base = cast("PreTrainedModel", source) if isinstance(source, torch.nn.Module) else None
+        loaded_base = _loaded(source)
         own, named = {"device": _one_place(device), "dtype": dtype}, {"device_map": device_map, **other}
         place, dtype, base_kwargs = LOAD.placed(load_peft_on_rank, named, own, base_kwargs)
         base_kwargs = checked_base_kwargs(base_kwargs or {})
@@ -179,6 +180,10 @@ def load_peft_on_rank(
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return cast("LoadedPeftModel", model)
+
+
+def _loaded(base: object) -> PreTrainedModel | None:
+    return cast("PreTrainedModel", base) if isinstance(base, torch.nn.Module) else None
 
 
 def _same_on_all(adapters: Mapping[str, Source], options: LoadOptions) -> dict[str, str]:
