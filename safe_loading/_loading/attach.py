@@ -16,7 +16,7 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
 from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.peft_layers import base_of, has_adapters
 from safe_loading._model.snapshot import Snapshot
@@ -307,7 +307,7 @@ def _remember(adapter: Adapter, injection: Injection) -> None:
 
 
 def errors_in(findings: Iterable[Finding]) -> list[str]:
-    return [finding.problem for finding in findings if finding.severity == "error"]
+    return [finding.problem for finding in errors_of(findings)]
 
 
 def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:

@@ -24,7 +24,6 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding
-from safe_loading._model.peft_layers import base_of
 
 from .fused_layouts import RIGHT_BASE, expert_layouts, module_targets, named_as_others, short_name
 from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
@@ -56,13 +55,12 @@ class _Factors:
 
 
 def fit_experts(
-    config: PeftConfig, tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, facts: AdapterFolder
+    config: PeftConfig, tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, facts: AdapterFolder
 ) -> FittedAdapter:
     """Return an adapter with LoRAs of experts as peft holds them over fused experts; others as they are.
 
     ``tensors`` are by the keys that peft writes.
     """
-    base = base_of(model)
     parameter_of = parameter_of_leaves(base) if isinstance(config, LoraConfig) else {}
     if not parameter_of or not isinstance(config, LoraConfig):
         return FittedAdapter(config, dict(tensors), [])
@@ -76,7 +74,7 @@ def fit_experts(
         fitted = fitting.result()
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()
-    return fitted._replace(config=named_as_others(fitted.config, model, parameters)) if fitted.is_fused else fitted
+    return fitted._replace(config=named_as_others(fitted.config, base, parameters)) if fitted.is_fused else fitted
 
 
 class _Fitting:

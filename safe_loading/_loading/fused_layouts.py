@@ -143,15 +143,15 @@ def short_name(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
 
-def named_as_others(config: PeftConfig, model: torch.nn.Module, parameters: Iterable[FusedParameter]) -> PeftConfig:
-    """Return a config that names its parameters as one of the model's does that has the same: peft compares the names.
+def named_as_others(config: PeftConfig, base: torch.nn.Module, parameters: Iterable[FusedParameter]) -> PeftConfig:
+    """Return a config that names its parameters as one of the base's does that has the same: peft compares the names.
 
     Otherwise as it is.
     """
     parameters = list(parameters)
     names = getattr(config, "target_parameters", None) or ()
     own = [parameter for parameter in parameters if _is_named(parameter, names)]
-    others: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
+    others: Mapping[str, PeftConfig] = getattr(base, "peft_config", {})
     for other in others.values():
         others_names = getattr(other, "target_parameters", None) or ()
         same = own and own == [parameter for parameter in parameters if _is_named(parameter, others_names)]

@@ -24,7 +24,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.layout.layout import read_layout
 from safe_loading._model.layout.packed_modules import modules_by_headers
@@ -210,7 +210,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
         adapter.facts.require_unchanged()
     name_base(model, source)
     findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
-    errors = [finding.problem for finding in findings if finding.severity == "error"]
+    errors = [finding.problem for finding in errors_of(findings)]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
     if not any(finding.code == "base-untied" for finding in findings):  # a resize would tie the weights again
@@ -348,7 +348,7 @@ def current_device_findings(device: torch.device, given: torch.device | str | in
 
 def warn_of_errors(findings: Sequence[Finding]) -> None:
     """Warn once, at the line that called the verb, of every error that ``strict=False`` let through."""
-    errors = [finding for finding in findings if finding.severity == "error"]
+    errors = errors_of(findings)
     if errors:
         lines = "\n".join(f"  - {finding}" for finding in errors)
         # 1 is this function, 2 the verb, 3 its caller

@@ -85,6 +85,8 @@ def merge_request(
     adapter_revision: str | None,
     adapter_subfolder: str | None,
     base_kwargs: EngineKwargs,
+    *,
+    allow_pickle: bool,
 ) -> LoadRequest:
     """Return the checked request of a call; the arguments are those of ``merge_lora_checkpoint``."""
     base_source, adapter = in_order(base.source, adapter, adapter_subfolder)
@@ -99,7 +101,7 @@ def merge_request(
     named = {f"adapter_{number}": source for number, source in enumerate(adapters, 1)}
     named = {"default": adapters[0]} if len(adapters) == 1 else named
     base = dataclasses.replace(base, source=base_source)
-    return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
+    return LoadRequest(named, base, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
 
 
 def checked_weights(weights: Sequence[float] | None, request: LoadRequest) -> dict[str, float]:

@@ -27,6 +27,11 @@ STORED: Mapping[str, StoredCodes] = {
 KNOWN_ON_DISK = "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, and MXFP4"
 
 
+def format_named(method: object) -> Format | None:
+    """Return the format of a ``quant_method`` as a config has it; None where it is none that is known."""
+    return FORMATS.get(method) if isinstance(method, str) else None
+
+
 def method_of_dtype(dtype: str) -> str:
     """Return the method that saves codes of this dtype of safetensors, for advice about a tensor that says no more."""
     return FP8_BLOCKS.method if dtype.startswith("F8") else BITSANDBYTES.method

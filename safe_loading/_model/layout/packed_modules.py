@@ -29,10 +29,8 @@ class ModulesByHeaders(NamedTuple):
 
 def modules_in_folder(model: nn.Module, folder: ModelFolder, settings: object) -> ModulesByHeaders | None:
     """Return the modules of a model on meta that the folder's weights keep plain; None where its config names them."""
-    checkpoint, findings = folder.inspect_checkpoint(kind="model")
-    if checkpoint is None or any(finding.severity == "error" for finding in findings):
-        return None
-    return modules_by_headers(model, checkpoint, settings)
+    checkpoint = folder.whole_checkpoint
+    return None if checkpoint is None else modules_by_headers(model, checkpoint, settings)
 
 
 def modules_by_headers(
