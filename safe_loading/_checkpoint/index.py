@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, counted
+from safe_loading._core.report import Finding, counted, errors_of
 
 from .faults import fault, json_kind, listed, note, raise_faults
 from .files import not_contained, size_of, stamp
@@ -53,7 +53,7 @@ def read_index(path: Path) -> Index:
     """Read and check an index. The files that it names are inside its folder; whether they exist is not looked at."""
     index, findings = inspect_index(path)
     if index is None:
-        raise_faults(path, [finding for finding in findings if finding.severity == "error"])
+        raise_faults(path, errors_of(findings))
     return index
 
 
@@ -72,7 +72,7 @@ def read_checkpoint(
 def require_whole(folder: Path, inspected: tuple[Checkpoint | None, list[Finding]]) -> Checkpoint:
     """Return the checkpoint that :func:`inspect_checkpoint` found in a folder; raise its errors if it has any."""
     checkpoint, findings = inspected
-    errors = [finding for finding in findings if finding.severity == "error"]
+    errors = errors_of(findings)
     if checkpoint is None or errors:
         raise_faults(folder, errors)
     return checkpoint

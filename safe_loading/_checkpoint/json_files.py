@@ -42,9 +42,9 @@ class JsonFiles:
 
     def read(self, path: Path) -> JsonObject | None:
         """Return the object of a file, or None if there is no such file; raise its fault if it is damaged."""
-        self._stamps.setdefault(path, stamp(path))
         # lexists(), so that a broken link is read and refused, and is not taken for a file that was never there
         if path not in self._documents and not os.path.lexists(path):
+            self._stamps.setdefault(path, ())
             return None
         document = self.try_read(path)
         if isinstance(document, Finding):

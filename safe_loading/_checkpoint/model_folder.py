@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 
 from .index import Checkpoint, inspect_checkpoint, refuse_changed, require_whole
 from .json_files import JsonFiles
@@ -53,6 +53,12 @@ class ModelFolder:
                 self._inspected.setdefault((variant, found[0].kind), found)
         checkpoint, findings = self._inspected[variant, kind]
         return checkpoint, [*findings]  # to which a caller may add its own
+
+    @property
+    def whole_checkpoint(self) -> Checkpoint | None:
+        """The headers of the model's weight files; None where they are not there, or not whole."""
+        checkpoint, findings = self.inspect_checkpoint(kind="model")
+        return None if errors_of(findings) else checkpoint
 
     @property
     def stamps(self) -> Mapping[Path, tuple[int, ...]]:

@@ -26,9 +26,8 @@ def modelopt_codes(folder: ModelFolder) -> Finding | None:
     if named is None:
         return None
     path, algorithm = named
-    checkpoint, findings = folder.inspect_checkpoint(kind="model")
-    size = None
-    if checkpoint is not None and all(finding.severity != "error" for finding in findings):
+    checkpoint, size = folder.whole_checkpoint, None
+    if checkpoint is not None:
         if not any(map(holds_codes, checkpoint.tensors.values())):
             return None
         size = sum(info.nbytes for info in checkpoint.tensors.values())

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 
 from .faults import listed, note
 from .files import try_open
@@ -94,7 +94,7 @@ def _weights(folder: Path, names: list[str]) -> tuple[list[str], list[str]]:
     if any((folder / name / ADAPTER_CONFIG).is_file() for name in names):  # several adapters
         return [], []
     _, findings = inspect_checkpoint(folder)
-    errors = [each for each in findings if each.severity == "error" and each.code != "pickle-only"]
+    errors = [each for each in errors_of(findings) if each.code != "pickle-only"]
     missing = [_file_of(folder, each) for each in errors if each.code in _MISSING]
     return missing, list(dict.fromkeys(_file_of(folder, each) for each in errors if each.code not in _MISSING))
 

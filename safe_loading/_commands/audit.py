@@ -18,10 +18,7 @@ def add(commands: Commands) -> None:
         "warnings, and with 2 if it cannot run"
     )
     parser = commands.add_parser(
-        "audit",
-        help=summary,
-        description=summary,
-        epilog=example("audit meta-llama/Llama-3-8B --train 4x1024"),
+        "audit", help=summary, description=summary, epilog=example("audit meta-llama/Llama-3-8B --train 4x1024")
     )
     parser.add_argument("model", metavar="MODEL_OR_FOLDER", help="hub id or folder of a model or an adapter")
     add_training(parser)

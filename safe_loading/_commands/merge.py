@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safe_loading.errors import OutputError
 
@@ -31,15 +32,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--no-verify", action="store_true", help="compute no hashes: faster, but no resuming")
     sums = "write a SHA256SUMS with the hash of every file, which check --hashes and sha256sum -c read"
     parser.add_argument("--manifest", action="store_true", help=sums)
-    parser.add_argument("--threads", type=int, help="default: one for each core, at most four")
-    for what in ("base", "adapter"):
-        parser.add_argument(f"--{what}-revision", metavar="REV", help=f"branch, tag or commit of the {what} on the hub")
-        parser.add_argument(f"--{what}-subfolder", metavar="DIR", help=f"folder inside the {what}'s repository")
-    whose = "whose tokenizer and chat template to take (default: the adapter's where it differs)"
-    parser.add_argument("--tokenizer", choices=("adapter", "base"), help=whose)
-    parser.add_argument("--auto-class", metavar="CLASS", help="class of transformers that loads the base")
-    parser.add_argument("--allow-pickle", action="store_true", help="read adapters that were saved as .bin")
-    add_key_mapping(parser)
+    add_sources(parser, "whose tokenizer and chat template to take (default: the adapter's where it differs)")
     hub = "upload the output to this repository of the hub, which is made where it does not exist"
     parser.add_argument("--push-to-hub", metavar="REPO", help=hub)
     parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub a private one")
@@ -53,9 +46,9 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._merging.merge_lora_checkpoint import merge_lora_checkpoint
 
     size = arguments.max_shard_size
-    adapters, weights = zip(*map(adapter_and_weight, arguments.adapter), strict=True)
+    base, adapters, options = sources(arguments)
     report = merge_lora_checkpoint(
-        arguments.base,
+        base,
         adapters,
         arguments.output,
         device=arguments.device,
@@ -66,32 +59,38 @@ def _run(arguments: argparse.Namespace) -> Answer:
         verify=not arguments.no_verify,
         manifest=arguments.manifest,
         dequantize=arguments.dequantize,
-        threads=arguments.threads,
-        progress=False if arguments.quiet else None,
-        adapter_revision=arguments.adapter_revision,
-        adapter_subfolder=arguments.adapter_subfolder,
-        base_revision=arguments.base_revision,
-        base_subfolder=arguments.base_subfolder,
-        base_kwargs={"trust_remote_code": True} if arguments.trust_remote_code else None,
-        adapter_weights=weights,
-        tokenizer=arguments.tokenizer,
-        auto_class=arguments.auto_class,
-        allow_pickle=arguments.allow_pickle,
-        key_mapping=key_mapping_of(arguments),
+        **options,
     )
     texts = [report.to_json() if arguments.json else str(report)]
     return Answer(_then_uploaded(texts, report.output, arguments) if arguments.push_to_hub else texts)
 
 
-def add_key_mapping(parser: argparse.ArgumentParser) -> None:
-    """Declare the option that renames the keys of adapters."""
+def add_sources(parser: argparse.ArgumentParser, whose: str) -> None:
+    """Declare the options that ``merge`` and ``verify`` share; ``whose`` is the help for the tokenizer's."""
+    declare = parser.add_argument
+    declare("--threads", type=int, help="default: one for each core, at most four")
+    for what in ("base", "adapter"):
+        declare(f"--{what}-revision", metavar="REV", help=f"branch, tag or commit of the {what} on the hub")
+        declare(f"--{what}-subfolder", metavar="DIR", help=f"folder inside the {what}'s repository")
+    declare("--tokenizer", choices=("adapter", "base"), help=whose)
+    declare("--auto-class", metavar="CLASS", help="class of transformers that loads the base")
+    declare("--allow-pickle", action="store_true", help="read adapters that were saved as .bin")
     shown = "rename the adapters' keys: a regular expression and its replacement; may be given several times"
-    parser.add_argument("--key-mapping", metavar=("PATTERN", "NAME"), nargs=2, action="append", help=shown)
+    declare("--key-mapping", metavar=("PATTERN", "NAME"), nargs=2, action="append", help=shown)
 
 
-def key_mapping_of(arguments: argparse.Namespace) -> dict[str, str] | None:
-    """Return the patterns that were given for the keys of adapters; None where none were."""
-    return dict(arguments.key_mapping) if arguments.key_mapping else None
+def sources(arguments: argparse.Namespace) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Return the base, the adapters, and the keyword arguments that both verbs share."""
+    adapters, weights = zip(*map(adapter_and_weight, arguments.adapter), strict=True)
+    same = ("adapter_revision", "adapter_subfolder", "base_revision", "base_subfolder", "tokenizer", "auto_class")
+    options = {name: getattr(arguments, name) for name in (*same, "threads", "allow_pickle")}
+    options |= {
+        "progress": False if arguments.quiet else None,
+        "base_kwargs": {"trust_remote_code": True} if arguments.trust_remote_code else None,
+        "adapter_weights": weights,
+        "key_mapping": dict(arguments.key_mapping or ()) or None,
+    }
+    return arguments.base, adapters, options
 
 
 def adapter_and_weight(word: str) -> tuple[str, float]:

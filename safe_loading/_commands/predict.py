@@ -35,10 +35,7 @@ def add(commands: Commands) -> None:
     summary = "forecast the GPU memory of a step, and which cards it fits on, from the config alone"
     more = f"{summary}. Exits with 3 if the step takes more than --limit."
     parser = commands.add_parser(
-        "predict",
-        help=summary,
-        description=more,
-        epilog=example("predict meta-llama/Llama-3-8B --train 4x1024"),
+        "predict", help=summary, description=more, epilog=example("predict meta-llama/Llama-3-8B --train 4x1024")
     )
     declare = parser.add_argument
     declare("model", metavar="MODEL", help="folder or hub id of a model or an adapter; its config is enough")

@@ -201,7 +201,5 @@ WRAP = EngineNames(
 PLAN = EngineNames(
     {"torch_dtype": "dtype", "no_split_module_classes": "no_split_modules"},
     (),
-    {
-        "device_map": "leave it out: the plan is the map, for device_map= of from_pretrained",
-    },
+    {"device_map": "leave it out: the plan is the map, for device_map= of from_pretrained"},
 )

@@ -51,6 +51,11 @@ class Finding:
         return f"{self}{gap}(safe-loading explain {self.code})"
 
 
+def errors_of(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that are errors."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
 def format_bytes(size: int) -> str:
     """Return a size in bytes as people read it, in binary units: ``1536`` gives ``"1.5 KiB"``."""
     if abs(size) < KiB:
@@ -185,7 +190,7 @@ class Verdict(Report):
     @property
     def ok(self) -> bool:
         """Whether no finding is an error."""
-        return all(finding.severity != "error" for finding in self.findings)
+        return not errors_of(self.findings)
 
     def _notes(self) -> Sequence[str]:
         return [findings_text(self.findings)]

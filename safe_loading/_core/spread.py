@@ -113,15 +113,8 @@ class Spread:
         ranks = _number_of(ranks)
         _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
-        return Spread(
-            ranks,
-            replicas,
-            param_dtype,
-            reduce_dtype,
-            reshard_after_forward,
-            cpu_offload=cpu_offload,
-            sync_each_batch=sync_each_batch,
-        )
+        sharding = (replicas, param_dtype, reduce_dtype, reshard_after_forward)
+        return Spread(ranks, *sharding, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
 
     @staticmethod
     def fsdp1(
@@ -172,17 +165,8 @@ class Spread:
             )
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
-        return Spread(
-            ranks,
-            replicas,
-            param_dtype,
-            reduce_dtype,
-            reshard_after_forward,
-            kind="fsdp1",
-            cpu_offload=cpu_offload,
-            sync_each_batch=sync_each_batch,
-            shard=shard,
-        )
+        sharding = (replicas, param_dtype, reduce_dtype, reshard_after_forward)
+        return Spread(ranks, *sharding, "fsdp1", cpu_offload, sync_each_batch, shard=shard)
 
     @staticmethod
     def ddp(

@@ -1,13 +1,15 @@
-"""The tensors of an adapter file: read to the host, their keys renamed, their values checked once."""
+"""An adapter as it was read: its tensors on the host, their keys renamed, their values checked once."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from peft import PeftConfig
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.copy_bytes import read_into
@@ -31,6 +33,28 @@ class RenamedTensors(NamedTuple):
     renamed: dict[str, str]  # {key on disk: canonical key}, of the keys that differ
     findings: list[Finding]  # one finding if there are such keys
     old_names: OldNames | None = None  # those of modules that the base calls otherwise now
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """An adapter that has been read and checked, ready to be attached to a model."""
+
+    name: str  # in the model
+    facts: AdapterFolder
+    config: PeftConfig
+    tensors: dict[str, torch.Tensor]  # on the host, by their key on disk
+    findings: tuple[Finding, ...]  # what is wrong or noteworthy about it, whatever the model
+    key_mapping: Mapping[str, str] | None = None  # patterns and replacements for its keys; None takes the base's own
+
+    @property
+    def file(self) -> str:
+        """The path of its weights, for findings."""
+        return str(self.facts.weights)
+
+    def renamed(self, base: torch.nn.Module, known: Container[str] = ()) -> RenamedTensors:
+        """Return its tensors by the keys that peft writes, of the modules of ``base``; see :func:`rename_keys`."""
+        prompts, mapping = self.config.is_prompt_learning, self.key_mapping
+        return rename_keys(self.facts, self.tensors, base, prompt_learning=prompts, key_mapping=mapping, known=known)
 
 
 def read_tensors(facts: AdapterFolder) -> dict[str, torch.Tensor]:

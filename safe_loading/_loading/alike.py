@@ -26,7 +26,7 @@ from safe_loading._core.stubs import do_nothing
 from safe_loading._model.peft_layers import LoraModule, base_of, has_adapters, is_lora_layer
 from safe_loading._model.snapshot import Snapshot
 
-from .adapter_values import RenamedTensors, rename_keys
+from .adapter_values import Adapter, RenamedTensors
 from .peft_config import of_pattern
 from .slots import AdapterSlot
 
@@ -144,21 +144,16 @@ def plan_for(model: PeftModel, facts: AdapterFolder) -> AdapterPlan | None:
     return plan if plan is not None and plan.first in model.peft_config else None
 
 
-def find_alike(
-    model: torch.nn.Module, facts: AdapterFolder, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None
-) -> Alike | None:
-    """Return how an adapter can be attached as one before it was; None when there was none, or it does not fit.
-
-    ``tensors`` are those of its file, and ``mapping`` the patterns that the caller has for their keys.
-    """
+def find_alike(model: torch.nn.Module, adapter: Adapter) -> Alike | None:
+    """Return how an adapter can be attached as one before it was; None when there was none, or it does not fit."""
     if not has_adapters(model):
         return None
-    plan = plan_for(model, facts)
+    plan = plan_for(model, adapter.facts)
     layers = plan.layers(model) if plan is not None else None
     if plan is None or layers is None:
         return None
-    file = rename_keys(facts, tensors, base_of(model), key_mapping=mapping, known=plan.places)
-    return Alike(plan, layers, file) if plan.fits(file.tensors, facts.config) else None
+    file = adapter.renamed(base_of(model), known=plan.places)
+    return Alike(plan, layers, file) if plan.fits(file.tensors, adapter.facts.config) else None
 
 
 def structure_of(facts: AdapterFolder) -> str:

@@ -16,7 +16,7 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
 from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.peft_layers import base_of, has_adapters
 from safe_loading._model.snapshot import Snapshot
@@ -26,7 +26,7 @@ from safe_loading._ranks.own_generators import own_generators
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
-from .adapter_values import read_tensors, rename_keys, value_findings
+from .adapter_values import Adapter, read_tensors, value_findings
 from .alike import find_alike, plan_for, remember
 from .allocation_limit import allocation_limit
 from .dispatched import bring_inputs
@@ -55,23 +55,6 @@ from .starts import (
     without_repeated_layers,
     without_start_on_base,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """An adapter that has been read and checked, ready to be attached to a model."""
-
-    name: str  # in the model
-    facts: AdapterFolder
-    config: PeftConfig
-    tensors: dict[str, torch.Tensor]  # on the host, by their key on disk
-    findings: tuple[Finding, ...]  # what is wrong or noteworthy about it, whatever the model
-    key_mapping: Mapping[str, str] | None = None  # patterns and replacements for its keys; None takes the base's own
-
-    @property
-    def file(self) -> str:
-        """The path of its weights, for findings."""
-        return str(self.facts.weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +87,10 @@ class Injection:
     slots: dict[str, AdapterSlot]  # the adapter's tensors in the model, by key
     renamed: dict[str, str]  # {key on disk: key used}
     file: dict[str, torch.Tensor]  # the file's tensors, by the keys that peft writes
+    routed: dict[str, torch.Tensor]  # the same by their key in the model, those of the base that came along too
     on_meta: bool  # whether nothing but the file gives it values
     changed: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the base's weights that the start changed
+    start: list[Finding] = dataclasses.field(default_factory=list)  # what is noteworthy about how it starts
 
 
 def prepare(
@@ -157,7 +142,7 @@ def check_on_meta(
     built: list[Checked] = []
     model = meta_model
     for adapter in adapters:
-        if find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping):
+        if find_alike(model, adapter):
             problems += errors_in(adapter.findings)
             continue
         if not builds_on_meta(adapter.config):  # needs the base's values; its tensors are matched as it is attached
@@ -209,16 +194,26 @@ def attach(
     keep_base: bool = False,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    copy: bool = True,
 ) -> Attached:
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
     ``undo`` is a snapshot of the model as it is now, then earlier ones: when this raises, restoring them makes the
     model what it was. Base weights are kept in all of them before they are overwritten from the file; with
     ``keep_base`` the last one keeps those, too, that the adapter's start is about to change. ``dtype`` None leaves each
-    tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter. Without ``copy``, the
-    model gets the tensors of ``adapter`` itself where they are on their device already.
+    tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter.
     """
+    injection = inject_checked(model, adapter, undo=undo, keep_base=keep_base, strict=strict)
+    fill_slots(injection.slots, injection.match.values, devices, dtype)
+    overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
+    bring_inputs(injection.model, devices)
+    _remember(adapter, injection)
+    return _attached(adapter, injection, (*injection.start, *overwritten))
+
+
+def inject_checked(
+    model: torch.nn.Module, adapter: Adapter, *, undo: Sequence[Snapshot], keep_base: bool = False, strict: bool = True
+) -> Injection:
+    """Let peft build the modules of an adapter whose file fits them; the arguments are those of :func:`attach`."""
     # What is known of the files alone comes first, so that it can be refused before the base is touched.
     injection, on_base = _inject_on_meta(model, adapter, undo[0]), _with_own_config(adapter)
     if injection is None:
@@ -234,13 +229,9 @@ def attach(
             injection = _start_on_base(model, on_base, weights, undo[-1:] if keep_base else ())
         else:
             skip_deferred_start(injection.model, adapter.name)
-    start = _findings_of_start(adapter, injection)
-    _refuse(adapter, injection, start, strict=strict)
-    fill_slots(injection.slots, injection.match.values, devices, dtype, copy=copy)
-    overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
-    bring_inputs(injection.model, devices)
-    _remember(adapter, injection)
-    return _attached(adapter, injection, (*start, *overwritten))
+    injection.start = _findings_of_start(adapter, injection)
+    _refuse(adapter, injection, injection.start, strict=strict)
+    return injection
 
 
 def _attached(adapter: Adapter, injection: Injection, findings: Iterable[Finding]) -> Attached:
@@ -316,7 +307,7 @@ def _remember(adapter: Adapter, injection: Injection) -> None:
 
 
 def errors_in(findings: Iterable[Finding]) -> list[str]:
-    return [finding.problem for finding in findings if finding.severity == "error"]
+    return [finding.problem for finding in errors_of(findings)]
 
 
 def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:
@@ -329,8 +320,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     foreign = foreign_prompt(config, base, adapter.facts.config_file)
     if foreign:
         raise AdapterError(foreign[0])
-    prompts = config.is_prompt_learning
-    file = rename_keys(adapter.facts, adapter.tensors, base, prompt_learning=prompts, key_mapping=adapter.key_mapping)
+    file = adapter.renamed(base)
     config = with_new_names(config, file.old_names, base)
     config, tensors, fitted, is_fused = fit_experts(config, file.tensors, base, adapter.facts)
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -355,7 +345,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
             matched = {key: slot for key, slot in slots.items() if ".modules_to_save." in key}
         match = match_tensors(injected, adapter.name, adapter.file, matched, routed, embeddings)
     match.findings[:0] = (*file.findings, *fitted)
-    return Injection(injected, match, slots, file.renamed, file.tensors, on_meta)
+    return Injection(injected, match, slots, file.renamed, file.tensors, routed.tensors, on_meta)
 
 
 @contextmanager

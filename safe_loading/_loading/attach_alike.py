@@ -16,8 +16,9 @@ from safe_loading._model.peft_layers import LoraModule, base_of
 from safe_loading._model.stand_ins import NoInit
 from safe_loading._ranks.rank_devices import RankDevices
 
+from .adapter_values import Adapter
 from .alike import Alike, FactorPlace, only_new_modules, rank_of
-from .attach import Adapter, Attached, errors_in, refusal, rows_of_words
+from .attach import Attached, errors_in, refusal, rows_of_words
 from .fill_slots import fill_slots
 from .peft_config import of_pattern
 from .slots import AdapterSlot

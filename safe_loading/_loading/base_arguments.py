@@ -101,8 +101,9 @@ def as_model_class(auto_class: object) -> ModelClass | None:
 def check_class(model_class: ModelClass, config: PreTrainedConfig) -> None:
     """Refuse a model class for another type of config: transformers would build it in the sizes of its defaults."""
     if not takes_config(model_class, config):
+        own: Any = getattr(model_class, "config_class", None)
         raise ArgumentError(
-            f"auto_class={model_class.__name__} is for a {config_class_of(model_class)}, and the base's config.json "
+            f"auto_class={model_class.__name__} is for a {own.__name__}, and the base's config.json "
             f"is a {type(config).__name__}. Pass the class of the base, or an auto class such as "
             f"transformers.AutoModelForCausalLM."
         )
@@ -112,11 +113,6 @@ def takes_config(model_class: ModelClass, config: PreTrainedConfig) -> bool:
     """Return whether a class is an auto class, or a model class for configs of this type."""
     own = getattr(model_class, "config_class", None)
     return not isinstance(own, type) or isinstance(config, own)
-
-
-def config_class_of(model_class: ModelClass) -> str:
-    """Return the name of the config class of a model class."""
-    return getattr(getattr(model_class, "config_class", None), "__name__", "config of its own")
 
 
 def for_constructor(unused: EngineKwargs) -> dict[str, object]:

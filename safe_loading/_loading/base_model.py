@@ -32,7 +32,7 @@ from safe_loading._model.zero3 import splits_new_models
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import ArgumentError, CheckpointError, EngineError, SafeLoadingError
 
-from .attach import Adapter
+from .adapter_values import Adapter
 from .base_arguments import for_constructor, refuse_unknown
 from .into_place import IntoPlace, Method, read_into_place
 from .report import FROM_PRETRAINED

@@ -15,7 +15,7 @@ from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings, 
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import class_to_build
 from safe_loading._model.torch_state import tensors_on_host
@@ -60,7 +60,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
         adapter = prepare("default", facts, is_trainable=False)
         start = random_start(adapter.config, adapter.file)
-        errors = [*(finding for finding in adapter.findings if finding.severity == "error"), *start]
+        errors = [*errors_of(adapter.findings), *start]
         if base_model is None and not facts.config.get("base_model_name_or_path"):
             return LoadCheck("headers alone: it names no base; pass base_model=", errors)
         try:

@@ -21,7 +21,7 @@ from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.trainer_folder import checkpoints_of, half_checkpoint
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from safe_loading._core.paths import path_text
-from safe_loading._core.report import Finding, Table, Verdict, counted, format_bytes, worst_first
+from safe_loading._core.report import Finding, Table, Verdict, counted, errors_of, format_bytes, worst_first
 from safe_loading.errors import EngineError
 
 from .folder_findings import adapter_findings, code_findings, model_findings, quantization_on_disk
@@ -204,14 +204,14 @@ def _check_folder(
     if kind == "adapter":
         findings += adapter_findings(folder, tensors, opened.files)
     else:
-        is_whole = all(finding.severity != "error" for finding in findings)
+        is_whole = not errors_of(findings)
         findings += model_findings(opened, names, tensors)
         findings += quantization_on_disk(opened, checkpoint) if is_whole and checkpoint is not None else []
         findings += tokenizer_findings(folder, rows_of(tensors))
     findings += code_findings(folder, names)
     findings += filter(None, [half_checkpoint(folder)])
     checked_on = _HEADERS
-    if not headers_alone and all(finding.severity != "error" for finding in findings):
+    if not headers_alone and not errors_of(findings):
         checked_on, refused = _as_a_load(opened, kind, base_model)
         findings += refused
     if values and headers:

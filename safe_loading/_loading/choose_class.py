@@ -16,8 +16,7 @@ from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import class_in_config, classes_of
 from safe_loading.errors import AdapterError
 
-from .adapter_values import rename_keys
-from .attach import Adapter
+from .adapter_values import Adapter
 from .base_arguments import takes_config
 
 _AUTO_CLASSES = {
@@ -101,7 +100,7 @@ class _Fit(NamedTuple):
 
 def _fit(adapter: Adapter, model: torch.nn.Module) -> _Fit:
     try:
-        file = rename_keys(adapter.facts, adapter.tensors, model, key_mapping=adapter.key_mapping)
+        file = adapter.renamed(model)
     except AdapterError:  # two keys that would mean one tensor
         return _Fit(0, 0)
     modules = {name for name, _ in model.named_modules()}

@@ -11,6 +11,7 @@ from peft import PeftConfig
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.names import PEFT_PREFIX
+from safe_loading._core.report import errors_of
 from safe_loading.errors import AdapterError
 
 from .adapter_values import places, tensors_on_meta
@@ -34,7 +35,7 @@ def config_on_base(
     changed, *_, old = places(tensors or [f"{PEFT_PREFIX}{name}.lora_A.weight" for name in named], base)
     tensors = {changed.get(key, key): tensor for key, tensor in tensors.items()}
     fitted = fit_experts(with_new_names(config, old, base), tensors, base, facts)
-    errors = [finding.problem for finding in fitted.findings if finding.severity == "error"]
+    errors = [finding.problem for finding in errors_of(fitted.findings)]
     if errors:
         raise AdapterError(f"{facts.path} cannot be attached to {type(base).__name__}:", errors)
     return fitted.config, _over_fused(base) if fitted.is_fused else nullcontext()

@@ -24,9 +24,8 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding
-from safe_loading._model.peft_layers import base_of
 
-from .fused_layouts import expert_layouts, module_targets, named_as_others, short_name
+from .fused_layouts import RIGHT_BASE, expert_layouts, module_targets, named_as_others, short_name
 from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
 
@@ -56,13 +55,12 @@ class _Factors:
 
 
 def fit_experts(
-    config: PeftConfig, tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, facts: AdapterFolder
+    config: PeftConfig, tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, facts: AdapterFolder
 ) -> FittedAdapter:
     """Return an adapter with LoRAs of experts as peft holds them over fused experts; others as they are.
 
     ``tensors`` are by the keys that peft writes.
     """
-    base = base_of(model)
     parameter_of = parameter_of_leaves(base) if isinstance(config, LoraConfig) else {}
     if not parameter_of or not isinstance(config, LoraConfig):
         return FittedAdapter(config, dict(tensors), [])
@@ -76,7 +74,7 @@ def fit_experts(
         fitted = fitting.result()
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()
-    return fitted._replace(config=named_as_others(fitted.config, model, parameters)) if fitted.is_fused else fitted
+    return fitted._replace(config=named_as_others(fitted.config, base, parameters)) if fitted.is_fused else fitted
 
 
 class _Fitting:
@@ -186,10 +184,7 @@ class _Fitting:
             return
         more = f", and for {len(self._missing) - 1} more modules of experts" if self._missing[1:] else ""
         message = f"the config adapts this expert, and the file has no tensor for it{more}"
-        fix = (
-            "pass the base that the adapter was trained on as base_model, or save the adapter again (gathered, from "
-            "rank 0)"
-        )
+        fix = f"{RIGHT_BASE}, or save the adapter again (gathered, from rank 0)"
         self._findings.append(fault("adapter-key-missing", self._key(self._missing[0]), message, fix))
 
     def _check_shapes(self, parameter: FusedParameter, own: list[_Factors]) -> None:
@@ -202,9 +197,8 @@ class _Fitting:
                     f"lora_A is {list(factors.a.shape)} and lora_B {list(factors.b.shape)}, and the base's "
                     f"{parameter.path} is {list(parameter.shape)}"
                 )
-                fix = "pass the base that the adapter was trained on as base_model"
                 size = factors.a.nbytes + factors.b.nbytes
-                self._findings.append(fault("shape-mismatch", self._key(factors.path), message, fix, size))
+                self._findings.append(fault("shape-mismatch", self._key(factors.path), message, RIGHT_BASE, size))
                 return
 
     def _fit(self, parameter: FusedParameter, own: list[_Factors], key: str) -> tuple[int, float]:
@@ -212,7 +206,9 @@ class _Fitting:
         rank = max(factors.rank for factors in own)
         scaling = next((factors.scaling for factors in own if factors.scaling), 1.0)
         ratios = [factors.scaling / scaling if factors.scaling else 1.0 for factors in own]
-        exact = all(math.frexp(ratio)[0] == 0.5 or not _is_short(one) for ratio, one in zip(ratios, own, strict=True))
+        exact = all(
+            math.frexp(ratio)[0] == 0.5 or one.b.dtype.itemsize >= 4 for ratio, one in zip(ratios, own, strict=True)
+        )
         a, b = [], []
         for factors, ratio in zip(own, ratios, strict=True):
             one_a, one_b = (factors.a, factors.b) if exact else (factors.a.float(), factors.b.float())
@@ -279,10 +275,6 @@ def _selects(config: LoraConfig, path: str) -> bool:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         return True
     return bool(check_target_module_exists(config, path))
-
-
-def _is_short(factors: _Factors) -> bool:
-    return factors.b.dtype.itemsize < 4
 
 
 def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:

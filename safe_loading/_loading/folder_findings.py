@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.adapter_config import (
-    adapter_config_faults,
-    config_problems,
-    factors_of_other_rank,
-)
+from safe_loading._checkpoint.adapter_config import adapter_config_faults, config_problems, factors_of_other_rank
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.faults import fault, listed, note, raise_faults
 from safe_loading._checkpoint.files import size_of
@@ -23,7 +19,7 @@ from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, counted
+from safe_loading._core.report import Finding, counted, errors_of
 from safe_loading._model.quantized.on_disk import codes_findings
 
 _BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
@@ -65,7 +61,7 @@ def refuse_quantization(checkpoint: Checkpoint, config: JsonObject) -> None:
     path = checkpoint.folder / CONFIG
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
     found = [*quantization_findings(path, config, modules), *codes_findings(path, config, checkpoint)]
-    if errors := [finding for finding in found if finding.severity == "error"]:
+    if errors := errors_of(found):
         raise_faults(path, errors)
 
 

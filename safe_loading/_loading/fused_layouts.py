@@ -27,7 +27,7 @@ from .fused_parameters import FusedParameter, fused_keys, in_layout_of_peft
 
 _ROWS_FIRST = Version("0.19")  # the first release with the layout of today
 _GROUPED = {"gate_up_proj": "lora_gate_and_up", "down_proj": "lora_down"}  # NeMo's names
-_RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
+RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
 
 
 class _InLayout(NamedTuple):
@@ -120,7 +120,7 @@ def _ungrouped(
                 f"they are {list(a.shape)} and {list(b.shape)}, and for {parameter.path} "
                 f"{list(parameter.shape)} and the r={config.r} of the config {list(wanted[0])} and {list(wanted[1])}"
             )
-            fix = f"{_RIGHT_BASE}, or correct r in {ADAPTER_CONFIG}"
+            fix = f"{RIGHT_BASE}, or correct r in {ADAPTER_CONFIG}"
             where, size = f"{facts.weights}: {keys[0]}", a.nbytes + b.nbytes
             adapter.findings.append(fault("shape-mismatch", where, message, fix, size))
     config.target_modules = module_targets(adapter.config, base, parameters)  # type: ignore[assignment]
@@ -143,15 +143,15 @@ def short_name(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
 
-def named_as_others(config: PeftConfig, model: torch.nn.Module, parameters: Iterable[FusedParameter]) -> PeftConfig:
-    """Return a config that names its parameters as one of the model's does that has the same: peft compares the names.
+def named_as_others(config: PeftConfig, base: torch.nn.Module, parameters: Iterable[FusedParameter]) -> PeftConfig:
+    """Return a config that names its parameters as one of the base's does that has the same: peft compares the names.
 
     Otherwise as it is.
     """
     parameters = list(parameters)
     names = getattr(config, "target_parameters", None) or ()
     own = [parameter for parameter in parameters if _is_named(parameter, names)]
-    others: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
+    others: Mapping[str, PeftConfig] = getattr(base, "peft_config", {})
     for other in others.values():
         others_names = getattr(other, "target_parameters", None) or ()
         same = own and own == [parameter for parameter in parameters if _is_named(parameter, others_names)]

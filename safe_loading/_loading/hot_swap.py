@@ -16,11 +16,11 @@ from safe_loading._checkpoint.faults import fault
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name, without_peft_prefix
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading.errors import AdapterError
 
-from .adapter_values import rename_keys
-from .attach import Adapter, Attached, refusal
+from .adapter_values import Adapter
+from .attach import Attached, refusal
 from .match import one_for_all_layers, saved_module_dtype
 from .old_names import with_new_names
 from .peft_config import of_pattern
@@ -48,7 +48,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     """
     name, config = adapter.name, adapter.config
     base = model.get_base_model()
-    file = rename_keys(adapter.facts, adapter.tensors, base, key_mapping=adapter.key_mapping)
+    file = adapter.renamed(base)
     config = with_new_names(config, file.old_names, base)
     try:
         check_hotswap_configs_compatible(model.peft_config[name], config)
@@ -70,7 +70,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         for key in sorted(slots.keys() & new.tensors.keys())
     )
     findings += one_for_all_layers(itertools.chain.from_iterable(saved))
-    errors = [finding.problem for finding in findings if finding.severity == "error"]
+    errors = [finding.problem for finding in errors_of(findings)]
     # peft pads a smaller rank with zeros, up to the rank of the loaded tensors.
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]

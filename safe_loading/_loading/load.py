@@ -24,7 +24,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.layout.layout import read_layout
 from safe_loading._model.layout.packed_modules import modules_by_headers
@@ -38,19 +38,12 @@ from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
 from safe_loading.errors import AdapterError, ArgumentError
 
+from .adapter_values import Adapter
 from .alike import find_alike
-from .attach import Adapter, Attached, Checked, attach, attach_checked, check_on_meta
+from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
 from .base_arguments import check_class
-from .base_model import (
-    base_config,
-    base_on_meta,
-    check_fit,
-    load_base,
-    loading_findings,
-    name_base,
-    untied_findings,
-)
+from .base_model import base_config, base_on_meta, check_fit, load_base, loading_findings, name_base, untied_findings
 from .choose_class import ChosenClass, choose_class, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
@@ -217,7 +210,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
         adapter.facts.require_unchanged()
     name_base(model, source)
     findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
-    errors = [finding.problem for finding in findings if finding.severity == "error"]
+    errors = [finding.problem for finding in errors_of(findings)]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
     if not any(finding.code == "base-untied" for finding in findings):  # a resize would tie the weights again
@@ -304,7 +297,7 @@ def _attach(
     model: torch.nn.Module, adapter: Adapter, options: LoadOptions, undo: Sequence[Snapshot], *, is_first: bool
 ) -> Attached:
     dtype, strict = options.adapter_dtype, options.strict
-    alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+    alike = find_alike(model, adapter)
     if alike is not None and has_adapters(model):
         return attach_alike(model, adapter, alike, options.devices, dtype=dtype, strict=strict)
     # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
@@ -355,7 +348,7 @@ def current_device_findings(device: torch.device, given: torch.device | str | in
 
 def warn_of_errors(findings: Sequence[Finding]) -> None:
     """Warn once, at the line that called the verb, of every error that ``strict=False`` let through."""
-    errors = [finding for finding in findings if finding.severity == "error"]
+    errors = errors_of(findings)
     if errors:
         lines = "\n".join(f"  - {finding}" for finding in errors)
         # 1 is this function, 2 the verb, 3 its caller

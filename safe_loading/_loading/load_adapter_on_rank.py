@@ -18,19 +18,15 @@ from safe_loading._core.walk import unordered_modules
 from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import tensors_on_host
-from safe_loading._ranks.device_guard import (
-    check_contexts,
-    contexts,
-    guarded,
-    own_device,
-)
+from safe_loading._ranks.device_guard import check_contexts, contexts, guarded, own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.rank_devices import RankDevices, devices_of
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
+from .adapter_values import Adapter
 from .alike import find_alike
-from .attach import Adapter, Attached, attach, check_adapter_name, prepare
+from .attach import Attached, attach, check_adapter_name, prepare
 from .attach_alike import attach_alike
 from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
@@ -201,7 +197,7 @@ def _attach(
     """Attach an adapter, after adding to ``undo`` a snapshot of the state that this changes."""
     # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
     to_eval = not is_trainable and _is_training(model)
-    alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+    alike = find_alike(model, adapter)
     undo.append(Snapshot(model) if alike is None or to_eval else alike.snapshot(model))
     if alike is not None:
         attached = attach_alike(model, adapter, alike, devices, dtype=dtype, strict=strict)

@@ -30,7 +30,8 @@ from safe_loading._ranks.rank_devices import RankDevices, devices_of, rank_devic
 from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
-from .attach import Adapter, check_adapter_name, prepare
+from .adapter_values import Adapter
+from .attach import check_adapter_name, prepare
 from .base_and_adapter import named_sources
 from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
 from .load import (

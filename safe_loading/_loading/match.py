@@ -130,7 +130,7 @@ def _match_base_weights(
     # It writes whole modules, so a bias comes along where the output layer has one (BERT's decoder).
     embedding_modules = {key.rpartition(".")[0] for key in without_slot if id(tensors.get(key)) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
-    nowhere = {key: value for key, value in without_slot.items() if _leads_nowhere(key, tensors, modules)}
+    nowhere = {key: v for key, v in without_slot.items() if key not in tensors and _module_of(key) not in modules}
     fitting = what_would_fit(nowhere, base_of(model), config) if nowhere else None
     for key, value in without_slot.items():
         tensor = tensors.get(key)
@@ -212,10 +212,6 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
 
 def _module_of(key: str) -> str:
     return key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
-
-
-def _leads_nowhere(key: str, tensors: Mapping[str, torch.Tensor], modules: set[str]) -> bool:
-    return key not in tensors and _module_of(key) not in modules
 
 
 def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapter: str, fitting: str | None) -> Finding:

@@ -25,7 +25,6 @@ from safe_loading._core.names import method_name
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Severity
 from safe_loading._core.thread_patches import patched
-from safe_loading._model.peft_layers import base_of
 from safe_loading.errors import AdapterError, SafeLoadingError
 
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
@@ -68,9 +67,8 @@ def read_peft_config(source: str | os.PathLike[str]) -> tuple[PeftConfig, Adapte
     return config, opened
 
 
-def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: object) -> None:
-    """Refuse an adapter whose patterns cost peft too much on the modules of this model; ``where`` names its file."""
-    base = base_of(model)
+def refuse_costly_patterns(config: PeftConfig, base: torch.nn.Module, where: object) -> None:
+    """Refuse an adapter whose patterns cost peft too much on the modules of this base; ``where`` names its file."""
     problems = pattern_problems(vars(config), (name for name, _ in base.named_modules()))
     if problems:
         raise AdapterError(f"{where} holds patterns that peft cannot match with {type(base).__name__}:", problems)

@@ -72,10 +72,7 @@ def own_tensor(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def new_slots(places: Iterable[TensorPlace], before: set[int]) -> dict[str, AdapterSlot]:

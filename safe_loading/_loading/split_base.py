@@ -11,7 +11,7 @@ from safe_loading._model.peft_layers import base_of
 from safe_loading._model.zero3 import split_weights
 from safe_loading.errors import AdapterError
 
-from .attach import Adapter
+from .adapter_values import Adapter
 
 
 @contextmanager

@@ -227,25 +227,18 @@ def start_findings(
     elif others and changed:
         findings.append(_changed_again(file, name, start, sorted(others)))
     elif changed:
-        size = sum(tensor.nbytes for tensor in changed)
+        size, fix = sum(tensor.nbytes for tensor in changed), "load the base again where its own are needed"
         message = (
             f"{start} changed {counted(len(changed), 'weight')} of the base, as it did before training, so "
             f"disable_adapter() does not give the base's own outputs"
         )
-        findings.append(
-            note("info", "base-changed", file, message, "load the base again where its own are needed", size)
-        )
+        findings.append(note("info", "base-changed", file, message, fix, size))
     reason = _why_another_start(config, changed)
-    if reason:
-        fix = _CONVERT_OR_SIMILAR
-        if is_there:
-            fix = "none if it was trained in the same run as the adapter that is loaded; otherwise " + _CONVERT
-        severity = note if is_there else None
-        findings.append(
-            note("warning", "start-not-repeatable", file, reason, fix)
-            if severity
-            else fault("start-not-repeatable", file, reason, fix)
-        )
+    if reason and is_there:
+        fix = f"none if it was trained in the same run as the adapter that is loaded; otherwise {_CONVERT}"
+        findings.append(note("warning", "start-not-repeatable", file, reason, fix))
+    elif reason:
+        findings.append(fault("start-not-repeatable", file, reason, _CONVERT_OR_SIMILAR))
     return findings
 
 

@@ -16,8 +16,7 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.tensors import inventory
 from safe_loading._ranks.own_generators import own_generators
 
-from .adapter_values import rename_keys
-from .attach import Adapter
+from .adapter_values import Adapter
 
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module|token_adapter)(?=\.)")
 
@@ -26,10 +25,7 @@ def replaced_shapes(adapters: Sequence[Adapter], model: torch.nn.Module) -> dict
     """Return the shapes of the adapters' tensors that replace a parameter of the base, by its name."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for adapter in adapters:
-        prompts = adapter.config.is_prompt_learning
-        mapping = adapter.key_mapping
-        file = rename_keys(adapter.facts, adapter.tensors, model, prompt_learning=prompts, key_mapping=mapping)
-        for key, tensor in file.tensors.items():
+        for key, tensor in adapter.renamed(model).tensors.items():
             if ".lora_" not in key:
                 name = _REPLACING_LEVELS.sub("", without_peft_prefix(key))
                 shapes.setdefault(name, []).append(tuple(tensor.shape))

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -115,9 +115,7 @@ class MemoryGuard(Report):
         _reset_peak()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Keep the records of the steps alone."""
         self._before = {}
 

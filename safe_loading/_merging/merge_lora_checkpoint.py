@@ -7,7 +7,6 @@ finds which tensors on disk change, and by what; ``disk/output_plan.py`` plans e
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
@@ -140,8 +139,7 @@ def merge_lora_checkpoint(
         raise ArgumentError(f'tokenizer={tokenizer!r}: pass "adapter", "base", or None for the one that differs.')
     target = output_path(output)
     asked_base, kwargs = BaseRequest(base_model, base_revision, base_subfolder), dict(base_kwargs or {})
-    request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs)
-    request = dataclasses.replace(request, allow_pickle=allow_pickle)
+    request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs, allow_pickle=allow_pickle)
     weights, model_class = checked_weights(adapter_weights, request), as_model_class(auto_class)
     with one_torch_thread(), guarded(own), _progress.engine_bars(0):
         sources = open_sources(request, weights, dtype=output_dtype, dequantize=dequantize, key_mapping=key_mapping)

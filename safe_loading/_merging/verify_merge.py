@@ -6,7 +6,6 @@ it, ``disk/compare_files.py`` reads the folder beside the base, once, and ``disk
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,11 @@ from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.engine_names import VERIFY, VerifyNames
 from safe_loading._core.log import logger
-from safe_loading._core.report import Finding, worst_first
+from safe_loading._core.report import Finding, errors_of, worst_first
 from safe_loading._loading.base_arguments import as_model_class
 from safe_loading._loading.check_checkpoint import check_checkpoint
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
-from safe_loading._model.formats.registry import FORMATS, STORED
+from safe_loading._model.formats.registry import STORED, format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.torch_state import tensors_on_host
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
@@ -113,8 +112,7 @@ def verify_merge(
     if tokenizer not in (None, "adapter", "base"):
         raise ArgumentError(f'tokenizer={tokenizer!r}: pass "adapter", "base", or None for the one that differs.')
     asked_base, kwargs = BaseRequest(base_model, base_revision, base_subfolder), dict(base_kwargs or {})
-    request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs)
-    request = dataclasses.replace(request, allow_pickle=allow_pickle)
+    request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs, allow_pickle=allow_pickle)
     judged = _Judged(folder_here(merged, "merged"))
     weights, model_class = checked_weights(adapter_weights, request), as_model_class(auto_class)
     with one_torch_thread(), _progress.engine_bars(0):
@@ -165,7 +163,7 @@ class _Judged:
         self.opened = ModelFolder(folder)
         checkpoint, faults = self.opened.inspect_checkpoint(kind="model")
         if checkpoint is None:
-            raise_faults(folder, [finding for finding in faults if finding.severity == "error"])
+            raise_faults(folder, errors_of(faults))
         self.checkpoint: Checkpoint = checkpoint
         self.plain, self.blocks = checkpoint, dict[str, QuantizedTensor]()  # where codes stand for other tensors
 
@@ -210,7 +208,7 @@ def _open(
     method = judged.method
     if not codes or method is None:
         return open_sources(request, weights, dequantize=not codes, key_mapping=key_mapping)
-    known = FORMATS.get(method) if isinstance(method, str) else None
+    known = format_named(method)
     if known is not None and known.read_on_disk and not known.merged_on_disk and judged.read_blocks():
         if len(request.adapters) > 1:
             raise MergeError(_not_judged(judged, method, "several adapters are rounded to codes one after the other"))

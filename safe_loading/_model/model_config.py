@@ -15,18 +15,14 @@ from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
 from safe_loading._checkpoint.other_things import not_a_model
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, Severity
+from safe_loading._core.report import Finding, Severity, errors_of
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_config(
-    folder: Path,
-    *,
-    trust_remote_code: bool = False,
-    document: JsonObject | None = None,
-    asked: Collection[str] = (),
+    folder: Path, *, trust_remote_code: bool = False, document: JsonObject | None = None, asked: Collection[str] = ()
 ) -> PreTrainedConfig:
     """Return the config in a folder.
 
@@ -81,7 +77,7 @@ def read_generation_config(folder: Path, document: JsonObject | None = None) -> 
 def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False, asked: Collection[str] = ()) -> None:
     """Refuse a config from which no model must be built; the options are those of ``base_config_faults``."""
     faults = base_config_faults(path, document, trusted=trusted, asked=asked)
-    faults += [found for found in quantization_findings(path, document, ()) if found.severity == "error"]
+    faults += errors_of(quantization_findings(path, document, ()))
     if faults and all(fault.code == "config-code" for fault in faults):
         raise ArgumentError("\n".join(fault.problem for fault in faults))
     if faults:

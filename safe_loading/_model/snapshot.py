@@ -23,11 +23,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        modules: Iterable[torch.nn.Module] | None = None,
-        *,
-        others: Iterable[object] = (),
+        self, model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None, *, others: Iterable[object] = ()
     ) -> None:
         """Keep the attributes of ``modules`` alone, if any are given, and the ``requires_grad`` of no parameter.
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from .formats.eight_bit import is_eight_bit
 from .formats.four_bit import is_four_bit
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class NoInit(TorchFunctionMode):
@@ -60,9 +56,7 @@ class MetaStandIns:
                         tensors[name] = stand_in
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Put every tensor back in its place."""
         for tensors, name, tensor in self._replaced:
             # Of what stands there now: peft's MultiheadAttention registers its weights again, as new objects.

@@ -52,8 +52,8 @@ class OwnGenerators:
         if func is aten.native_dropout.default:
             return self._dropout(*args, **kwargs)
         if func.overloadpacket in _LIKE:
-            bounds = args[1:]
-            return _LIKE[func.overloadpacket](_empty_like(args[0], kwargs), *bounds, generator=self.of(device))
+            like, *bounds = args
+            return _LIKE[func.overloadpacket](torch.empty_like(like, **kwargs), *bounds, generator=self.of(device))
         return func(*args, **kwargs)
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,3 @@ def _device(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.devic
             return leaf.device
     given: Any = kwargs.get("device")
     return torch.device("cpu" if given is None else given)
-
-
-def _empty_like(like: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    return torch.empty_like(like, **kwargs)

@@ -275,12 +275,7 @@ def _owned(groups: Sequence[tuple[str, ...]], places: Places) -> Owned:
 
 
 def _separate_dtypes(
-    groups: list[tuple[str, ...]],
-    owned: Owned,
-    places: Places,
-    modules: Mapping[str, nn.Module],
-    *,
-    flat: bool,
+    groups: list[tuple[str, ...]], owned: Owned, places: Places, modules: Mapping[str, nn.Module], *, flat: bool
 ) -> list[tuple[str, ...]]:
     """Give modules of another dtype units of their own.
 

@@ -173,10 +173,7 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
     # before the model is touched, so that a rank that cannot read or is lost leaves it as it was
     bytes_read, bytes_sent = _fill(job, shard)
     with job.together("shard the model"):
-        _move_to_meta(setup)
-        _put_replicated(setup, job.replicated)
-        not_sharded = _parameters_to_ignore(setup)
-        how = setup.how
+        how, not_sharded = setup.how, _keep_whole(job)
         policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
         if job.mesh.tensor is not None:
             compute_in_parts(setup, job.mesh.tensor)
@@ -196,11 +193,8 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
 def _wrap_fsdp1(job: WrapJob) -> WrapResult:
     setup, shards = job.setup, job.setup.where.shards
     with job.together("shard the model"):
-        _move_to_meta(setup)
-        _put_replicated(setup, job.replicated)
-        not_sharded = _parameters_to_ignore(setup)
         how = setup.how
-        policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
+        policies = (how.mixed_precision, how.offload, _keep_whole(job), how.reshard_after_forward)
         model = fsdp1.wrap(setup.model, setup.units, job.mesh.fsdp, setup.where.device, *policies)
         fsdp1.make_usable(model)
         # views into the flat parameters, known only now: the values come last
@@ -231,6 +225,13 @@ def _fill(job: WrapJob, shard: LocalShard) -> tuple[int, int]:
         check_sent(setup, ranks, job.mesh, job.root_values, shard)
     job.root_values.tensors.clear()  # rank 0 need not hold both its own model and its shard while it wraps
     return bytes_read, bytes_sent
+
+
+def _keep_whole(job: WrapJob) -> set[nn.Parameter]:
+    """Move the parameters that FSDP splits to meta, and the others to the device; return those that it leaves alone."""
+    _move_to_meta(job.setup)
+    _put_replicated(job.setup, job.replicated)
+    return _parameters_to_ignore(job.setup)
 
 
 def _move_to_meta(setup: Setup) -> None:

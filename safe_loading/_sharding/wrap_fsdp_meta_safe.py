@@ -163,12 +163,7 @@ def wrap_fsdp_meta_safe(
 
 
 def _wrap(
-    setup: Setup,
-    ranks: Ranks,
-    path: Path | None,
-    auto_wrap_policy: Wrap | None,
-    before: Wrapped | None,
-    started: float,
+    setup: Setup, ranks: Ranks, path: Path | None, auto_wrap_policy: Wrap | None, before: Wrapped | None, started: float
 ) -> ShardedModel:
     """Return the wrapped model, with its report; until here nothing of it was touched."""
     model, where, version, timeout = setup.model, setup.where, setup.how.version, setup.how.timeout

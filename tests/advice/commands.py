@@ -9,7 +9,7 @@ _DOCTOR = "commands/test_doctor.py::"
 _CHECKED = "commands/test_main.py::test_check_of_a_bad_folder_lists_the_faults_and_leaves_with_1"
 
 TAKEN: dict[str, dict[str, str]] = {
-    "_commands/verify.py": {"read adapters that were saved as .bin": HELP, "run the base's own code": HELP},
+    "_commands/verify.py": {"run the base's own code": HELP},
     "_commands/audit.py": {"run the repository's own code": HELP, "save the adapter with random values": HELP},
     "_commands/check.py": {
         "check that a checkpoint is complete": HELP,

@@ -44,7 +44,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/experts.py": {
         "correct r and rank_pattern": "loading/test_experts.py::test_a_rank_that_the_config_contradicts_is_refused",
-        "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",
+        ", or save the adapter again": _MENDED,
     },
     "_loading/fused_layouts.py": {
         "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",

@@ -164,6 +164,21 @@ def test_several_adapters_are_summed_before_the_one_rounding(tmp_path: Path) -> 
     assert any(not torch.equal(after[name], summed[name]) for name in after)  # rounded twice
 
 
+def test_embeddings_that_one_adapter_brings_are_there_where_the_next_one_adapts_them(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    one, own = save_adapter(tmp_path / "one", base, seed=1), on_disk(base)
+    brought = {f"base_model.model.{name}": own[name] * 2 for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    file = one / "adapter_model.safetensors"
+    save_file({**load_file(file), **brought}, file, metadata={"format": "pt"})
+    two = save_adapter(tmp_path / "two", base, seed=2, target_modules=["embed_tokens"])
+    text = "model.embed_tokens.weight: it is replaced twice, by different values"  # two has the base's own
+    refused(tmp_path, base, [one, two], MergeError, text)
+    file = two / "adapter_model.safetensors"
+    factors = {name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}
+    save_file(factors, file, metadata={"format": "pt"})
+    check_same(base, [one, two], tmp_path)
+
+
 @pytest.mark.parametrize(
     "config", [{}, {"use_dora": True}, {"lora_bias": True}], ids=["plain", "dora in two passes", "lora_bias"]
 )
@@ -402,7 +417,9 @@ def test_the_base_and_the_adapter_are_not_touched(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def refused(tmp_path: Path, base: Path, adapter: Path, kind: type[Exception], text: str, **options: Any) -> None:
+def refused(
+    tmp_path: Path, base: Path, adapter: Path | list[Path], kind: type[Exception], text: str, **options: Any
+) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(kind, match=text):
         merge_lora_checkpoint(base, adapter, options.pop("output", tmp_path / "out"), **options)

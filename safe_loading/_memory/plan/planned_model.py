@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._memory.trace.inputs import assume_padding_token
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.layout.packed_modules import modules_in_folder
@@ -114,7 +114,7 @@ def _config_and_folder(
     asked = () if attn_implementation is None else ("attn_implementation",)
     config = read_config(opened.path, trust_remote_code=trusted, document=opened.config, asked=asked)
     if Path(os.fspath(source)).expanduser().is_dir():
-        faults = [fault for fault in opened.inspect_checkpoint(kind="model")[1] if fault.severity == "error"]
+        faults = errors_of(opened.inspect_checkpoint(kind="model")[1])
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
             raise_faults(opened.path, faults)
     opened.require_unchanged()  # transformers has read the config again

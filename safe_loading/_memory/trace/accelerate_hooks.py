@@ -131,13 +131,7 @@ def _send_inputs(
 
 
 def _load_for_forward(
-    name: str,
-    module: torch.nn.Module,
-    device: torch.device,
-    ledger: Ledger,
-    in_hook: InHook,
-    *,
-    with_buffers: bool,
+    name: str, module: torch.nn.Module, device: torch.device, ledger: Ledger, in_hook: InHook, *, with_buffers: bool
 ) -> None:
     """Copy an offloaded module's own parameters, and saved buffers if these are offloaded, there for each forward."""
     parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}

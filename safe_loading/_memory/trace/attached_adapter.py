@@ -25,12 +25,7 @@ if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
 
 # what peft computes with before it looks whether it is there, with an example of each
-_NEEDED = {
-    "task_type": "'CAUSAL_LM'",
-    "num_virtual_tokens": "20",
-    "adapter_len": "10",
-    "adapter_layers": "2",
-}
+_NEEDED = {"task_type": "'CAUSAL_LM'", "num_virtual_tokens": "20", "adapter_len": "10", "adapter_layers": "2"}
 # which begin with what was computed of data or of quantized weights, and from there on are as every LoRA
 _FROM_DATA = ("corda", "loftq")
 

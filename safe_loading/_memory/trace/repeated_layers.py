@@ -62,7 +62,8 @@ class RepeatedLayers(NamedTuple):
 def repeated_layers(model: torch.nn.Module) -> list[RepeatedLayers]:
     """Return the lists of a model with layers that need not run, outermost lists alone."""
     found: list[RepeatedLayers] = []
-    configs = _configs(getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    configs = _with_inner(config) if isinstance(config, PreTrainedConfig) else []
     for path, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or len(module) < _FEWEST:
             continue
@@ -198,10 +199,6 @@ def _value(value: object, number: _Number, depth: int) -> object:
         return type(value)
     kept = getattr(value, "__dict__", None)
     return (type(value), _value(dict(kept), number, depth - 1)) if kept is not None else type(value)
-
-
-def _configs(config: object) -> list[PreTrainedConfig]:
-    return _with_inner(config) if isinstance(config, PreTrainedConfig) else []
 
 
 def _with_inner(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -34,11 +34,7 @@ _IMPORTANCE_LEFT_OUT = (
 
 
 def run_training(
-    model: torch.nn.Module,
-    workload: Workload,
-    inputs: StepInputs,
-    ledger: Ledger,
-    trained: TrainedParameters,
+    model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger, trained: TrainedParameters
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
@@ -171,10 +167,7 @@ def _loss_of(output: object) -> torch.Tensor:
 
 
 def _make_optimizer(
-    workload: Workload,
-    parameters: Sequence[torch.nn.Parameter],
-    embeddings: Sequence[torch.Tensor],
-    ledger: Ledger,
+    workload: Workload, parameters: Sequence[torch.nn.Parameter], embeddings: Sequence[torch.Tensor], ledger: Ledger
 ) -> tuple[torch.optim.Optimizer | None, slice]:
     """Return the optimizer with its state, which is there from the second step on, and the events of its first one.
 

@@ -43,12 +43,7 @@ class PartitionedParameters(DeepSpeedParameters):
     rehearses = True  # the first pass records the order in which modules run
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        parameters: list[torch.nn.Parameter],
-        spread: Spread,
-        rank: int,
-        ledger: Ledger,
+        self, model: torch.nn.Module, parameters: list[torch.nn.Parameter], spread: Spread, rank: int, ledger: Ledger
     ) -> None:
         super().__init__(parameters, spread.deepspeed or Zero(stage=3), spread, rank, ledger)
         self._norm: torch.Tensor | None = None  # of the last step, which the engine keeps

@@ -22,7 +22,7 @@ from safe_loading._loading.base_arguments import for_constructor, refuse_unknown
 from safe_loading._loading.base_model import base_config, changed_config
 from safe_loading._loading.folder_findings import refuse_quantization
 from safe_loading._loading.sources import HUB_OPTIONS
-from safe_loading._model.formats.registry import FORMATS
+from safe_loading._model.formats.registry import format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.meta_model import build_on_meta
 from safe_loading._model.weights_dtype import weights_dtype
@@ -130,7 +130,7 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
 def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | None) -> None:
     """Refuse a base whose codes are not merged into."""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    known = FORMATS.get(method) if isinstance(method, str) else None
+    known = format_named(method)
     if known is None or not known.merged_on_disk:
         road = (
             "Merge into the base that it was made from, and quantize the result; or pass dequantize=True, which writes "

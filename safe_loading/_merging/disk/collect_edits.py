@@ -15,12 +15,10 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.overrides import TorchFunctionMode
 
 from safe_loading._core.names import without_peft_prefix
-from safe_loading._loading.adapter_values import rename_keys, same_tensor
-from safe_loading._loading.alike import plan_for
-from safe_loading._loading.attach import Adapter, attach
-from safe_loading._loading.experts import fit_experts
+from safe_loading._loading.adapter_values import Adapter, same_tensor
+from safe_loading._loading.attach import Injection, inject_checked
+from safe_loading._loading.fill_slots import fill_slots
 from safe_loading._loading.peft_config import changes_base
-from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
 from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges
 from safe_loading._merging.weights.update import Update
@@ -45,9 +43,8 @@ def collect_edits(
     Raises AdapterError when an adapter does not fit the base.
     """
     collector = _Collector(base)  # before peft puts its wrappers into the base, which rename the parameters
-    model = _attach_all(base, adapters)
+    model = _attach_all(base, adapters, collector)
     _scale(model, weights)
-    collector.collect_base_weights(model, adapters)
     collector.collect_modules(model, adapters)
     edits = [collector.finish(record) for record in collector.records.values()]
     return edits, collector.problems
@@ -103,23 +100,15 @@ class _Collector:
         self.records: dict[int, _ParameterRecord] = {}  # by the id of the parameter before peft came
         self.problems: list[str] = []
 
-    def collect_base_weights(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
-        """Collect the weights of the base that adapter files bring along (trained biases, saved embeddings)."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        base = model.get_base_model()
-        for adapter in adapters:
-            mapping = adapter.key_mapping
-            renamed = rename_keys(adapter.facts, adapter.tensors, base, key_mapping=mapping).tensors
-            plan = plan_for(model, adapter.facts)
-            if plan is not None and plan.places.keys() == renamed.keys():
-                continue  # each of them is a factor of LoRA, as it was found when the adapter was attached
-            renamed = fit_experts(adapter.config, renamed, base, adapter.facts).tensors
-            for key, value in route(model, adapter.name, renamed).tensors.items():
-                path, _, name = key.rpartition(".")
-                if path.endswith(".original_module"):
-                    continue  # the base's own module, in whose place modules_to_save puts the adapter's
-                if path in modules and (id(modules[path]), name) in self._parameters:
-                    self._replace(modules[path], name, path, value)
+    def collect_base_weights(self, injection: Injection) -> None:
+        """Collect the weights of the base that an adapter's file brings along (trained biases, saved embeddings)."""
+        modules = dict(injection.model.named_modules(remove_duplicate=False))
+        for key, value in injection.routed.items():
+            path, _, name = key.rpartition(".")
+            if path.endswith(".original_module"):
+                continue  # the base's own module, in whose place modules_to_save puts the adapter's
+            if path in modules and (id(modules[path]), name) in self._parameters:
+                self._replace(modules[path], name, path, value)
 
     def collect_modules(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
         """Collect the changes made to the base's parameters by the modules that peft put into it."""
@@ -196,7 +185,7 @@ class _Collector:
         try:
             refuse_own_forward(base, replaces_rows=True)
         except CannotMergeError as reason:
-            self.problems.append(f"{_base_name(path)}: {reason}")
+            self.problems.append(f"{without_peft_levels(without_peft_prefix(path))}: {reason}")
         self._collect_token_rows(wrapper.token_adapter, base, path, order)
 
     def _collect_token_rows(
@@ -333,12 +322,15 @@ def _without_meta(update: Update) -> Update:
     return dataclasses.replace(update, terms=tuple(terms))
 
 
-def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter]) -> PeftModel:
+def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter], collector: _Collector) -> PeftModel:
     model = base
     for adapter in adapters:
         with _NoComparisonOnMeta():
+            injection = inject_checked(model, _as_plain_lora(adapter), undo=[Snapshot(model)])
             # the factors are only read here, so one copy of an adapter in memory is enough
-            model = attach(model, _as_plain_lora(adapter), RankDevices(_CPU), undo=[Snapshot(model)], copy=False).model
+            fill_slots(injection.slots, injection.match.values, RankDevices(_CPU), None, copy=False)
+        collector.collect_base_weights(injection)
+        model = injection.model
     if not isinstance(model, PeftModel):
         raise ValueError("a merge has at least one adapter")
     return model
@@ -388,11 +380,6 @@ def _innermost(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(base_layer := getattr(inner, "base_layer", None), torch.nn.Module):
         inner = base_layer
     return inner
-
-
-def _base_name(path: str) -> str:
-    """Return a module's name in the base: without peft's prefix, and the levels that peft puts in between."""
-    return without_peft_levels(without_peft_prefix(path))
 
 
 def _module_of(name: str) -> str:

@@ -13,12 +13,11 @@ from transformers import GenerationConfig
 
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import GENERATION_CONFIG
-from safe_loading._checkpoint.strict_json import try_parse
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
-from .compare_tokenizers import NAMES, special_words, word_findings
+from .compare_tokenizers import NAMES, parsed, special_words, word_findings
 from .sources import is_processor
 
 _TEMPLATE, _TEMPLATE_JSON, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
@@ -53,14 +52,9 @@ def content_here(path: Path) -> bytes | None:
         return file.read()
 
 
-def _parsed(content: bytes | None, name: str) -> JsonObject | None:
-    document = None if content is None else try_parse(content, name)
-    return None if isinstance(document, Finding) else document  # check_checkpoint names what is no JSON
-
-
 def _generation(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
     documents = [
-        _parsed(content, GENERATION_CONFIG)
+        parsed(content, GENERATION_CONFIG)
         for content in (expected.get(GENERATION_CONFIG), content_here(folder / GENERATION_CONFIG))
     ]
     right, own = documents
@@ -87,7 +81,7 @@ def _template_of(contents: Mapping[str, bytes | None]) -> str | None:
     if text is not None:
         return text.decode(errors="replace").strip()
     for name in (_TEMPLATE_JSON, _TOKENIZER):
-        template = (_parsed(contents[name], name) or {}).get("chat_template")
+        template = (parsed(contents[name], name) or {}).get("chat_template")
         if isinstance(template, str):
             return template.strip()
     return None
@@ -95,7 +89,7 @@ def _template_of(contents: Mapping[str, bytes | None]) -> str | None:
 
 def _processors(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
     for name in sorted(filter(is_processor, expected)):
-        right, own = _parsed(expected[name], name), _parsed(content_here(folder / name), name)
+        right, own = parsed(expected[name], name), parsed(content_here(folder / name), name)
         if right is not None and own is not None:
             yield from (f"{name}: {text}" for text in _differences(right, own, ""))
 

@@ -51,12 +51,10 @@ class Gathered:
             if block.in_order:
                 read_in_order(descriptor, block, memory)
                 continue
-            for place, value in staged(descriptor, block, flat, dtype, lambda size: _room(buffers, size)):
+            for place, value in staged(
+                descriptor, block, flat, dtype, lambda size: buffers.tensor("gather", torch.uint8, 1, size)[0]
+            ):
                 place.copy_(value)
-
-
-def _room(buffers: Buffers, nbytes: int) -> torch.Tensor:
-    return buffers.tensor("gather", torch.uint8, 1, nbytes)[0]
 
 
 class OtherLayout:

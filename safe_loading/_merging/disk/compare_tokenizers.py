@@ -73,7 +73,7 @@ def _words_of(contents: Contents) -> dict[str, int]:
 
 def _merges_of(contents: Contents) -> list[str] | None:
     """Return the merges of a tokenizer's model, in their order; None where its file names none."""
-    model = _parsed(contents, _FAST).get("model")
+    model = (parsed(contents.get(_FAST), _FAST) or {}).get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(merges, list):
         return None
@@ -81,11 +81,12 @@ def _merges_of(contents: Contents) -> list[str] | None:
 
 
 def _settings_of(contents: Contents) -> JsonObject:
-    document = {**_parsed(contents, _MAP), **_parsed(contents, _SETTINGS)}
-    return {key: value.get("content") if isinstance(value, dict) else value for key, value in document.items()}
+    documents = [parsed(contents.get(name), name) or {} for name in (_MAP, _SETTINGS)]
+    every = [pair for document in documents for pair in document.items()]
+    return {key: value.get("content") if isinstance(value, dict) else value for key, value in every}
 
 
-def _parsed(contents: Contents, name: str) -> JsonObject:
-    content = contents.get(name)
+def parsed(content: bytes | None, name: str) -> JsonObject | None:
+    """Return a file's JSON object; None where there is no such file, or no JSON, which check_checkpoint names."""
     document = None if content is None else try_parse(content, name)
-    return {} if document is None or isinstance(document, Finding) else document
+    return None if isinstance(document, Finding) else document

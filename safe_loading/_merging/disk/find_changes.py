@@ -8,7 +8,7 @@ from peft import PeftConfig, PeftType
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
-from safe_loading._loading.attach import Adapter
+from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
 from safe_loading._merging.weights.other_tuners import KNOWN
 from safe_loading.errors import MergeError
@@ -35,10 +35,7 @@ _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
-    sources: MergeSources,
-    dtype: torch.dtype | None,
-    model_class: ModelClass | None,
-    judged: Checkpoint | None = None,
+    sources: MergeSources, dtype: torch.dtype | None, model_class: ModelClass | None, judged: Checkpoint | None = None
 ) -> tuple[Changes, dict[str, str]]:
     """Return the changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
 

@@ -27,7 +27,7 @@ from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._core.engines import dtype_plan
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._loading.attach import Adapter
+from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.base_model import check_fit
 from safe_loading._loading.choose_class import ChosenClass, choose_class
 from safe_loading._loading.vocabulary import replaced_shapes, vocabulary_of

@@ -15,7 +15,7 @@ from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.formats.registry import FORMATS, KNOWN_ON_DISK, STORED
+from safe_loading._model.formats.registry import KNOWN_ON_DISK, STORED, format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.quantized.to_plain import how_to_dequantize
 from safe_loading.errors import MergeError
@@ -117,7 +117,7 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
 
 
 def _road(method: object) -> str:
-    known = FORMATS.get(method) if isinstance(method, str) else None
+    known = format_named(method)
     if known is not None and known.instead == "loaded":
         return _MERGE_LOADED
     if known is not None and known.instead == "plain":

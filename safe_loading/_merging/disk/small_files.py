@@ -13,7 +13,7 @@ from typing import Literal
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
-from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._checkpoint.strict_json import try_parse_file
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, CheckpointError
@@ -42,8 +42,8 @@ def small_files(
     chosen, findings = _choose_tokenizer(sources, changes, tokenizer)
     chosen, of_processor = _choose_processor(sources, chosen, tokenizer)
     findings += of_processor
-    _refuse_template_paths(chosen)
     files = {name: _checked_content(base.opened, path) for name, path in chosen.items()}
+    _refuse_template_paths(chosen, files)
     if CONFIG in files and changes.config:
         files[CONFIG] = config_bytes(base.config, changes.config)
     return {**files, **_index_of(base, plans, resharded=resharded)}, findings
@@ -140,23 +140,20 @@ def _choose_processor(
     return files, findings
 
 
-def _refuse_template_paths(files: Mapping[str, Path]) -> None:
+def _refuse_template_paths(paths: Mapping[str, Path], files: Mapping[str, bytes]) -> None:
     """Refuse chat templates under names that are paths: who saves such a tokenizer writes where they lead."""
     for file in ("tokenizer_config.json", "chat_template.json"):
-        path = files.get(file)
-        if path is None:
+        document = try_parse_file(files[file], paths[file]) if file in files else {}
+        if isinstance(document, Finding):  # no JSON, which a tokenizer of code may have
             continue
-        try:
-            entries = read_json_object(path).get("chat_template")
-        except CheckpointError:  # no JSON, which a tokenizer of code may have
-            continue
+        entries = document.get("chat_template")
         named = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        paths = [name for name in named if not isinstance(name, str) or not re.fullmatch(r"\w[\w. -]*", name)]
-        if paths:
+        wrong = [name for name in named if not isinstance(name, str) or not re.fullmatch(r"\w[\w. -]*", name)]
+        if wrong:
             raise CheckpointError(
-                f"{path}: a chat template is named {paths[0]!r:.80}, which is a path: transformers before 5.10 writes "
-                f"a file there when it saves the tokenizer. Do not trust the folder; or give the template a name of "
-                f"letters and digits."
+                f"{paths[file]}: a chat template is named {wrong[0]!r:.80}, which is a path: transformers before 5.10 "
+                f"writes a file there when it saves the tokenizer. Do not trust the folder; or give the template a "
+                f"name of letters and digits."
             )
 
 
@@ -165,12 +162,9 @@ def _differs(one: Path, other: Path) -> bool:
     before, after = content_of(one), content_of(other)
     if before == after:
         return False
-    try:
-        documents = [read_json_object(path) for path in (one, other)]
-    except CheckpointError:  # no JSON
-        return True
-    first, second = ({k: v for k, v in document.items() if k not in _OF_THE_PLACE} for document in documents)
-    return first != second
+    documents = [try_parse_file(content, path) for content, path in ((before, one), (after, other))]
+    said = [{k: v for k, v in each.items() if k not in _OF_THE_PLACE} for each in documents if isinstance(each, dict)]
+    return len(said) < 2 or said[0] != said[1]  # or one of them is no JSON
 
 
 def _left(adapter: AdapterFolder, names: Iterable[str]) -> Finding:

@@ -21,8 +21,8 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXE
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._core.report import Finding
-from safe_loading._loading.adapter_values import digest_of
-from safe_loading._loading.attach import Adapter, prepare
+from safe_loading._loading.adapter_values import Adapter, digest_of
+from safe_loading._loading.attach import prepare
 from safe_loading._loading.base_and_adapter import in_order
 from safe_loading._loading.base_arguments import check_merge_kwargs
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
@@ -85,6 +85,8 @@ def merge_request(
     adapter_revision: str | None,
     adapter_subfolder: str | None,
     base_kwargs: EngineKwargs,
+    *,
+    allow_pickle: bool,
 ) -> LoadRequest:
     """Return the checked request of a call; the arguments are those of ``merge_lora_checkpoint``."""
     base_source, adapter = in_order(base.source, adapter, adapter_subfolder)
@@ -99,7 +101,7 @@ def merge_request(
     named = {f"adapter_{number}": source for number, source in enumerate(adapters, 1)}
     named = {"default": adapters[0]} if len(adapters) == 1 else named
     base = dataclasses.replace(base, source=base_source)
-    return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
+    return LoadRequest(named, base, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
 
 
 def checked_weights(weights: Sequence[float] | None, request: LoadRequest) -> dict[str, float]:

@@ -18,7 +18,8 @@ def refuse_ids_without_rows(sources: MergeSources, small: Mapping[str, bytes], p
     ``small`` holds the small files of the output. A base may be published with such words (Gemma 3 1B has the one for
     images), which nothing gives to the model.
     """
-    taken = {name for name, content in small.items() if _has_ids(name) and content != _of_base(sources, name)}
+    with_ids = [name for name in small if is_vocabulary(name) or name in WITH_IDS]
+    taken = {name for name in with_ids if small[name] != _of_base(sources, name)}
     rows = rows_of({tensor.target.name: tensor.target for plan in plans for tensor in plan.tensors})
     if not taken or not rows:
         return
@@ -33,10 +34,6 @@ def refuse_ids_without_rows(sources: MergeSources, small: Mapping[str, bytes], p
             f"tokenizer='base'; or save the adapter with modules_to_save=['embed_tokens', 'lm_head'] after "
             f"resize_token_embeddings."
         )
-
-
-def _has_ids(name: str) -> bool:
-    return is_vocabulary(name) or name in WITH_IDS
 
 
 def _of_base(sources: MergeSources, name: str) -> bytes | None:

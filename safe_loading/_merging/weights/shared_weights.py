@@ -124,10 +124,7 @@ def _place(other: MemoryRange) -> _Place:
 
 
 def _alike(
-    job: LayerMerge,
-    target: _Target,
-    others: list[MemoryRange],
-    target_at: Mapping[_Place, tuple[LayerMerge, _Target]],
+    job: LayerMerge, target: _Target, others: list[MemoryRange], target_at: Mapping[_Place, tuple[LayerMerge, _Target]]
 ) -> tuple[_Change, list[MemoryRange]]:
     """Return the layers that change this memory alike, the asked one first, and the other tensors in it."""
     change, rest = [(job, target)], []

@@ -61,10 +61,7 @@ def _changes_by_layer(model: nn.Module, request: QuantizationRequest) -> Mapping
 
 
 def _expand(
-    rules: Mapping[str, Mapping[str, Any]],
-    changes: dict[str, Mapping[str, Any]],
-    inside: list[str],
-    linears: list[str],
+    rules: Mapping[str, Mapping[str, Any]], changes: dict[str, Mapping[str, Any]], inside: list[str], linears: list[str]
 ) -> None:
     """Add the changes of rules that are patterns to each layer that they match and no rule before has named."""
     for key, rule in rules.items():

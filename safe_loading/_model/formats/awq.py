@@ -107,10 +107,5 @@ _apply_awq_product: Callable[..., torch.Tensor] = _AwqProduct.apply
 
 # transformers refuses bfloat16 for it.
 AWQ = Format(
-    "awq",
-    pack_awq,
-    computes_in=torch.float16,
-    linear_only=True,
-    shrinks=True,
-    holds=holds_attribute("qweight"),
+    "awq", pack_awq, computes_in=torch.float16, linear_only=True, shrinks=True, holds=holds_attribute("qweight")
 )

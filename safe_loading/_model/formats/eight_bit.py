@@ -151,9 +151,5 @@ def _in_blocks(weight: QuantizedTensor, tables: Tables) -> BlockCodes:
 
 
 STORED_EIGHT_BITS = StoredCodes(
-    EIGHT_BITS,
-    find_eight_bits,
-    _eight_bit_rows,
-    described_by=(f".{WEIGHT_FORMAT}",),
-    in_blocks=_in_blocks,
+    EIGHT_BITS, find_eight_bits, _eight_bit_rows, described_by=(f".{WEIGHT_FORMAT}",), in_blocks=_in_blocks
 )

@@ -120,10 +120,5 @@ def _dynamic_rules(request: QuantizationRequest, usual: LayerRule) -> list[tuple
 
 
 GPTQ = Format(
-    "gptq",
-    pack_gptq,
-    computes_in=torch.float16,
-    linear_only=True,
-    shrinks=True,
-    holds=holds_attribute("qweight"),
+    "gptq", pack_gptq, computes_in=torch.float16, linear_only=True, shrinks=True, holds=holds_attribute("qweight")
 )

@@ -103,11 +103,4 @@ class _UnpackingProduct(torch.autograd.Function):
 _apply_unpacking_product: Callable[..., torch.Tensor] = _UnpackingProduct.apply
 
 
-HQQ = Format(
-    "hqq",
-    pack_hqq,
-    linear_only=True,
-    shrinks=True,
-    loading_not_counted=True,
-    holds=holds_attribute("W_q"),
-)
+HQQ = Format("hqq", pack_hqq, linear_only=True, shrinks=True, loading_not_counted=True, holds=holds_attribute("W_q"))

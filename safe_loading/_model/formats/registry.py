@@ -19,24 +19,17 @@ from .mxfp4 import MXFP4, STORED_MXFP4
 from .stored import StoredCodes
 from .torchao import TORCHAO
 
-_IN_ORDER = (
-    BITSANDBYTES,
-    FP8_BLOCKS,
-    MXFP8,
-    FBGEMM,
-    MXFP4,
-    COMPRESSED_TENSORS,
-    GPTQ,
-    AUTO_ROUND,
-    AWQ,
-    TORCHAO,
-    HQQ,
-)
+_IN_ORDER = (BITSANDBYTES, FP8_BLOCKS, MXFP8, FBGEMM, MXFP4, COMPRESSED_TENSORS, GPTQ, AUTO_ROUND, AWQ, TORCHAO, HQQ)
 FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
 STORED: Mapping[str, StoredCodes] = {
     each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS)
 }
 KNOWN_ON_DISK = "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, and MXFP4"
+
+
+def format_named(method: object) -> Format | None:
+    """Return the format of a ``quant_method`` as a config has it; None where it is none that is known."""
+    return FORMATS.get(method) if isinstance(method, str) else None
 
 
 def method_of_dtype(dtype: str) -> str:

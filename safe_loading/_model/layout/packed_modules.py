@@ -29,10 +29,8 @@ class ModulesByHeaders(NamedTuple):
 
 def modules_in_folder(model: nn.Module, folder: ModelFolder, settings: object) -> ModulesByHeaders | None:
     """Return the modules of a model on meta that the folder's weights keep plain; None where its config names them."""
-    checkpoint, findings = folder.inspect_checkpoint(kind="model")
-    if checkpoint is None or any(finding.severity == "error" for finding in findings):
-        return None
-    return modules_by_headers(model, checkpoint, settings)
+    checkpoint = folder.whole_checkpoint
+    return None if checkpoint is None else modules_by_headers(model, checkpoint, settings)
 
 
 def modules_by_headers(
@@ -72,11 +70,7 @@ def modules_by_headers(
 
 
 def _refuse_parts(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    layout: CheckpointLayout,
-    codes: frozenset[str],
-    linear: Mapping[str, str],
+    model: nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout, codes: frozenset[str], linear: Mapping[str, str]
 ) -> None:
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     parts = sorted(name for name in codes if (key := layout.key_of.get(name)) in parameters and key not in linear)

@@ -50,10 +50,9 @@ def untie_as_in_folder(model: torch.nn.Module, folder: ModelFolder | None) -> li
     """Untie as the weights of a folder say, if it has any that can be read; return a finding for each pair."""
     if folder is None or not getattr(model, "all_tied_weights_keys", None):
         return []
-    checkpoint, findings = folder.inspect_checkpoint(kind="model")
-    if checkpoint is None or any(finding.severity == "error" for finding in findings):
-        return []
-    return [untied_finding(folder.path, pair) for pair in untie_as_on_disk(model, checkpoint)]
+    checkpoint = folder.whole_checkpoint
+    pairs = [] if checkpoint is None else untie_as_on_disk(model, checkpoint)
+    return [untied_finding(folder.path, pair) for pair in pairs]
 
 
 def held_apart(model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout) -> list[UntiedPair]:

@@ -21,8 +21,6 @@ def codes_findings(path: Path, config: JsonObject, checkpoint: Checkpoint) -> li
 
 def refuse_bad_codes(folder: ModelFolder) -> None:
     """Refuse a folder whose config names codes that its weights do not have, or not whole; one without weights may."""
-    checkpoint, findings = folder.inspect_checkpoint(kind="model")
-    if checkpoint is None or any(finding.severity == "error" for finding in findings):
-        return
-    if found := codes_findings(folder.path / CONFIG, folder.config or {}, checkpoint):
+    checkpoint = folder.whole_checkpoint
+    if checkpoint is not None and (found := codes_findings(folder.path / CONFIG, folder.config or {}, checkpoint)):
         raise_faults(folder.path, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from safe_loading._model.formats.registry import FORMATS
+from safe_loading._model.formats.registry import format_named
 
 # Without the last argument save_pretrained converts back to codes what it loaded from codes, or fails (5.23).
 _SAVE = "save it with save_pretrained(..., save_original_format=False)"
@@ -10,7 +10,7 @@ _SAVE = "save it with save_pretrained(..., save_original_format=False)"
 
 def how_to_dequantize(method: object) -> str:
     """Return the advice for a ``quant_method`` of transformers: without a capital, and without a period."""
-    known = FORMATS.get(method) if isinstance(method, str) else None
+    known = format_named(method)
     if known is not None and known.loads_plain:
         return f"{known.loads_plain}, and {_SAVE}"
     return "take the one that it was made of, whose weights are not quantized"
