@@ -272,3 +272,20 @@ def test_a_head_that_other_batches_choose_is_trained() -> None:
     assert told([["no columns"]]) == set()
     assert told(both, collator=lambda rows: 1 / 0) == set()
     assert told(both, collator=lambda rows: (torch.rand(2), default_data_collator(rows))[1]) == set()
+
+
+class Alternates(Chooses):
+    """Two heads that take turns from step to step."""
+
+    steps = 0
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        turn = torch.full_like(input_ids[:, 0], self.steps % 2)
+        return super().forward(input_ids, attention_mask, turn, labels[:, 0])
+
+
+def test_heads_that_take_turns_are_trained() -> None:
+    model = Alternates()
+    assert codes(model, STEP) == {}
+    assert model.steps == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -96,16 +97,18 @@ class TracedStep:
         return reached
 
     def reached_by_other_batches(self, missing: Collection[str]) -> set[str]:
-        """Return those of the parameters that get gradients from other batches, which choose other parts."""
+        """Return those of the parameters to which gradients come from the next batch, or from one with other inputs."""
         reached: set[str] = set()
         in_vain = 0
-        for batch in other_batches(self.audited, self.inputs, self.workload.batch_size):
+        again = (self.workload.replace(gradient_accumulation_steps=2), self.inputs)  # of a module that counts them
+        others = other_batches(self.audited, self.inputs, self.workload.batch_size)
+        for workload, batch in itertools.chain([again], ((self.workload, other) for other in others)):
             with (
                 mode_kept(self.audited),
                 recorded_step(self.audited.outermost) as record,
                 contextlib.suppress(TraceError),
             ):
-                _trace(self.audited.outermost, self.workload, batch)
+                _trace(self.audited.outermost, workload, batch)
             more = record.reached.intersection(missing) - reached
             reached |= more
             in_vain = 0 if more else in_vain + 1

@@ -9,11 +9,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from safe_loading._core.report import Finding, counted, format_bytes
-from safe_loading._memory.trace.inputs import is_of_engine
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
+from .trainer_code import names_in_saving
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ ATTRIBUTE_USES = (
 
 
 _OF_THE_ADAPTER = frozenset({"peft_config", "save_pretrained"})  # a PeftModel around the wrapper has them itself
-_SAVING = ("_save", "save_model", "save", "save_checkpoint")  # of a trainer that takes the model out, or of the wrapper
 
 
 def check_wrappers(audited: AuditedModel, peaks: tuple[int, int] | None) -> Iterator[Finding]:
@@ -84,8 +83,9 @@ def check_wrappers(audited: AuditedModel, peaks: tuple[int, int] | None) -> Iter
         if not hidden:
             yield Finding("SL102", "error", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
-        if not any(use.in_step or use.costs_base for use in uses) and _is_saved_by_itself(audited, wrapper):
-            continue  # all that a step needs is handed on, and the file is not the trainer's
+        saved_by_user = wrapper.above is None and names_in_saving(audited) is not None
+        if saved_by_user and not any(use.in_step or use.costs_base for use in uses):
+            continue  # all that a step needs is handed on
         if not any(use.in_step for use in uses):
             yield Finding("SL101", "warning", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
@@ -116,18 +116,11 @@ def _matters(audited: AuditedModel, wrapper: HidingWrapper, use: AttributeUse) -
     if use.name == "enable_input_require_grads":  # which is for embeddings without a gradient
         embeddings = embeddings_and_head_of(wrapper.inside).embeddings
         return embeddings is None or not any(parameter.requires_grad for parameter in embeddings.parameters())
-    if not _is_saved_by_itself(audited, wrapper):
+    if names_in_saving(audited) is None:
         return True
     if use.name == "_no_split_modules":
         return bool(getattr(audited.trainer, "is_fsdp_enabled", False))
     return use.name not in _OF_THE_ADAPTER
-
-
-def _is_saved_by_itself(audited: AuditedModel, wrapper: HidingWrapper) -> bool:
-    """Whether code of the user's trainer writes the checkpoints, or without a trainer that of the wrapper."""
-    saver = type(wrapper.module if audited.trainer is None else audited.trainer)
-    own = [cls for cls in saver.__mro__ if not is_of_engine(cls)]
-    return wrapper.above is None and any(name in vars(cls) for cls in own for name in _SAVING)
 
 
 def _message(wrapper: HidingWrapper, uses: Iterable[AttributeUse], cost: str) -> str:
