@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .answer import INFEASIBLE, OK, Answer, Commands, example
+from .grpo import OF_GRPO, add_grpo, sizes_of_grpo, with_grpo
 from .quantization import add_quantization, quantization
 from .training import OF_A_STEP, add_training, refuse_unused, training
 
@@ -42,6 +43,7 @@ def add(commands: Commands) -> None:
     ends = "a prompt of ROWS x TOKENS and one token more, or NEW tokens more: the peaks of both ends"
     declare("--generate", metavar="[ROWSx]TOKENS[+NEW]", help=ends)
     add_training(parser)
+    add_grpo(parser)
     declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
     add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
@@ -171,7 +173,7 @@ def _rows(
     from safe_loading._memory.forecast.on_cards import OnCards
 
     field = {"batch": "batch_size", "length": "sequence_length"}.get(arguments.sweep or "")
-    for value in _values(arguments) if field else [None]:
+    for value in sizes_of_grpo(arguments, _values(arguments)) if field else [None]:
         step = workload if field is None else workload.replace(**{field: value})
         kinds = {card.capability: card for card in cards}
         by_capability = {capability: forecast(step, card) for capability, card in kinds.items()}
@@ -203,8 +205,9 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         raise ArgumentError("--lora and --adapter are two ways to say what is trained: give one of them.")
     adapter = arguments.adapter if arguments.lora is None else _lora(arguments.lora)
     if kinds == ["train"]:
-        return training(arguments).replace(adapter=adapter, activation_offload=arguments.activation_offload)
-    refuse_unused(arguments, *OF_A_STEP, "activation_offload", "empties_cache", "packing")
+        step = training(arguments).replace(adapter=adapter, activation_offload=arguments.activation_offload)
+        return with_grpo(arguments, step)
+    refuse_unused(arguments, *OF_A_STEP, *OF_GRPO, "activation_offload", "empties_cache", "packing")
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?", arguments.generate.lower())
     if match is None:
         raise ArgumentError(

@@ -50,7 +50,7 @@ from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
-from .audit.trainer_head import liger_left_out, with_head_of
+from .audit.trainer_head import about_liger, with_head_of
 from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
@@ -129,7 +129,7 @@ def audit_model(
             config, from which a model on meta is built, with the workload's adapter attached.
         workload: The planned step. With None a short one is run if a trainer or an optimizer is given.
         trainer: A ``transformers.Trainer`` or one that looks like it. The forecast takes its reference and its head,
-            of which trl's makes no logits.
+            of which trl's and Liger's make no logits.
         optimizer: The optimizer; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         revision: Branch, tag or commit of a hub id.
@@ -173,7 +173,7 @@ def audit_model(
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
         findings += _round_trip(audited, skipped)
-    skipped += liger_left_out(trainer) if requested is not None and forecast else []
+    skipped += about_liger(trainer, source, requested) if forecast else []
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     stepped = step is not None and not any(text.startswith("step:") for text in skipped)
     checked += ["wrappers", *(["step"] if stepped else [])]

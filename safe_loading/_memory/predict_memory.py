@@ -37,6 +37,7 @@ from .trace.cuda_paths import cuda_paths
 from .trace.liger_lm_head import NOTE as LIGER_NOTE
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
+from .trace.reference_pass import refuse_reference_over_ranks
 from .trace.rollout import with_rollout
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
@@ -219,29 +220,39 @@ def _traces(
     """Return the step of each rank under its number; ranks that hold the same share one."""
     if is_sharded(model):
         raise ArgumentError(SHARDED_ALREADY)
+    encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+    def trace(work: Workload, rank: int = 0) -> StepTrace:
+        return trace_step(
+            model,
+            work,
+            inputs=inputs,
+            spread=spread,
+            rank=rank,
+            attached_there=attached_there and spread is None,
+            prepare_for_kbit=preparation,
+        )
+
+    def whole(rank: int = 0) -> StepTrace:
+        if not workload.new_tokens:
+            return trace(workload, rank)
+        return trace_two_ends(workload, functools.partial(trace, rank=rank), encoder_decoder=encodes)
+
     if spread is None:
-
-        def trace(work: Workload) -> StepTrace:
-            return trace_step(model, work, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
-
-        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         if workload.generated_rows:
             generation = trace_two_ends(workload.rollout, trace, encoder_decoder=encodes)
             return {0: with_rollout(trace(workload), generation)}
-        if not workload.new_tokens:
-            return {0: trace(workload)}
-        return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
-    _refuse_spread(spread, workload)
+        return {0: whole()}
+    _refuse_spread(model, workload, spread)
     if is_stage_3(spread):
         _check_stage_3(workload)
     traces: dict[int, StepTrace] = {}
     for group in ranks_alike(model, workload, spread, preparation):
-        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
-        traces |= dict.fromkeys(group, of_rank)
+        traces |= dict.fromkeys(group, whole(group[0]))
     return dict(sorted(traces.items()))
 
 
-def _refuse_spread(spread: Spread, workload: Workload) -> None:
+def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -> None:
     """Refuse a job over several ranks that was not held against one, with the jobs that can be forecast."""
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
@@ -257,17 +268,7 @@ def _refuse_spread(spread: Spread, workload: Workload) -> None:
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
         )
-    if workload.reference is not None:
-        raise ArgumentError(
-            f"reference= was not held against ranks. Forecast one card, or the job with reference=None: "
-            f"{workload.replace(reference=None)}."
-        )
-    if workload.new_tokens:
-        raise ArgumentError(
-            f"new_tokens= was not held against ranks. Forecast the ends one by one, with spread=: "
-            f"{workload.replace(new_tokens=0)} and "
-            f"{workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)}."
-        )
+    refuse_reference_over_ranks(model, workload, spread)
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
     if spread.kind == "ddp" and workload.kind != "train":

@@ -51,6 +51,13 @@ TAKEN: dict[str, dict[str, str]] = {
         "write ROWSxTOKENS": _RUN,
         "write r=16": _RUN,
     },
+    "_commands/grpo.py": {
+        "write --train": _RUN,
+        "drop --gpus": _RUN,
+        "drop --packing": _RUN,
+        "pass --steps-per-generation": _RUN,
+        "add --beta 0.04": _RUN,
+    },
     "_commands/quantization.py": {
         "quantize the base": HELP,
         "write major and minor": _RUN,

@@ -20,6 +20,7 @@ _STRUCTURES = f"{_OWN}test_a_head_that_peft_froze_in_its_wrapper"
 _METHODS = "memory/test_forecast_every_method.py::"
 _AUDIT = PAGE.format("audit")  # makes nearly each code on purpose, and ends it
 
+_OVER_RANKS = "memory/test_reference_over_ranks.py::test_what_was_not_held_against_ranks_is_refused"
 TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/device_checks.py": {
         "add the missing modules": _AUDIT,
@@ -137,7 +138,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass {}": "memory/test_two_ends.py::test_a_prompt_that_an_encoder_reads_takes_steps",
     },
     "_memory/trace/reference_pass.py": {
-        "Pass reference='model'": "memory/test_reference_pass.py::test_what_cannot_be_forecast_is_refused_with_what_can"
+        "Pass reference='model'": "memory/test_reference_pass.py::"
+        "test_what_cannot_be_forecast_is_refused_with_what_can",
+        "Pass {}": _OVER_RANKS,
     },
     "_memory/largest_workload.py": {"pass for example Workload.generate": VALUES},
     "_memory/plan/device_map_plan.py": {"plan again with plan_device_map": _CALL},

@@ -11,6 +11,7 @@ from safe_loading import __main__ as command_line
 from safe_loading import _demo
 
 PLAN, PREDICT = ["plan", "BASE", "--max-memory"], ["predict", "BASE"]
+GRPO = [*PREDICT, "--train", "2x16", "--max-completion-length", "8"]
 PAIRS: dict[str, tuple[list[str], str, list[str]]] = {
     "limits": ([*PLAN, "0:1GB"], "write one limit per device: 0=20GiB cpu=64GiB.", [*PLAN, "0=20GiB", "cpu=64GiB"]),
     "an option alone": (
@@ -64,6 +65,27 @@ PAIRS: dict[str, tuple[list[str], str, list[str]]] = {
         [*PREDICT, "--train", "8", "--lora", "rank=8"],
         "write r=16 alpha=32 targets=q_proj,v_proj.",
         [*PREDICT, "--train", "8", "--lora", "r=16", "alpha=32", "targets=q_proj,v_proj"],
+    ),
+    "a prompt": (
+        [*PREDICT, "--train", "2x8", "--max-completion-length", "8"],
+        "write --train 2x520 for a prompt of 512.",
+        [*PREDICT, "--train", "2x520", "--max-completion-length", "8"],
+    ),
+    "one GPU": (
+        [*GRPO, "--gpus", "2"],
+        "drop --gpus.",
+        GRPO,
+    ),
+    "padded rows": ([*GRPO, "--packing"], "drop --packing or --max-completion-length.", GRPO),
+    "whole groups": (
+        [*GRPO, "--num-generations", "8"],
+        "pass --steps-per-generation 4.",
+        [*GRPO, "--num-generations", "8", "--steps-per-generation", "4"],
+    ),
+    "a reference without a weight": (
+        [*GRPO, "--reference", "model"],
+        "add --beta 0.04, or drop --reference.",
+        [*GRPO, "--reference", "model", "--beta", "0.04"],
     ),
     "a card": (
         [*PREDICT, "--train", "8", "--card", "h10"],

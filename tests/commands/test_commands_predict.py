@@ -20,6 +20,7 @@ from safe_loading.__main__ import main
 from safe_loading._core.cards import CARDS, card_of
 
 GIB = 1 << 30
+GRPO = ["--train", "4x48", "--max-completion-length", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,18 @@ def test_the_verdict_comes_first_and_changes_follow_it(folder: Path, capsys: pyt
         (["--train", "8", "--card", "h10"], "write h100"),
         (["--train", "8", "--limit", "much"], "is not a size"),
         (["--generate", "8", "--checkpointing"], "without --train"),
+        (["--generate", "8", "--max-completion-length", "4"], "--max-completion-length: has no effect without --train"),
+        (["--train", "8", "--num-generations", "4", "--beta", "0.1"], "--num-generations, --beta: has no effect"),
+        (["--train", "2x8", "--max-completion-length", "8"], "write --train 2x520 for a prompt of 512"),
+        (["--train", "8", "--max-completion-length", "0"], "--max-completion-length 0: a number from 1 on"),
+        ([*GRPO, "--num_generations", "1"], "--num-generations 1: a number from 2 on"),
+        ([*GRPO, "--num-generations", "8"], "4 of --train x 1 micro-batches"),
+        ([*GRPO, "--num-generations", "8"], "pass --steps-per-generation 2."),
+        ([*GRPO, "--reference", "model", "--beta", "0"], "no reference with --beta 0"),
+        ([*GRPO, "--gpus", "2"], "forecast for one GPU; drop --gpus"),
+        ([*GRPO, "--packing"], "trl pads the rows of GRPO"),
+        ([*GRPO, "--sweep", "length", "--values", "40,8"], "these sizes are none: 8"),
+        ([*GRPO, "--num-generations", "6", "--sweep", "batch"], "these sizes are none: 1, 2, 4"),
         (["--train", "8", "--picture", "/no/such/folder/x.svg", "--card", "24GB"], "cannot be written"),
     ],
 )
@@ -214,6 +227,46 @@ def test_the_words_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]
     status, said = answer(capsys, folder, "--generate", "8", "--bf16", "--packing")
     assert status == 2
     assert "--bf16, --packing: has no effect without --train" in said
+
+
+def test_the_words_of_grpo(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    adapted, with_adapter = {"adapter": lora}, "--lora r=4 targets=q_proj"
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("", {}),
+        ("--accumulation 2 --num_generations 8", {"gradient_accumulation_steps": 2}),
+        ("--steps_per_generation 2 --num-generations 4", {"steps_per_generation": 2, "old_log_probs": True}),
+        ("--accumulation 2 --num_iterations 2", {"gradient_accumulation_steps": 2, "old_log_probs": True}),
+        ("--beta 0.04", {"reference": "model"}),
+        (f"--beta 0.04 {with_adapter}", {"reference": "adapter_off", **adapted}),
+        (f"--beta 0.04 --reference model {with_adapter}", {"reference": "model", **adapted}),
+        (f"--beta 0.0 --use_vllm --bf16 {with_adapter}", {"old_log_probs": True, "autocast": "bfloat16", **adapted}),
+    ]
+    for words, fields in steps:
+        status, found = answer(capsys, folder, *GRPO, *words.split(), "--card", "h100", "--json")
+        assert status == 0
+        vllm = {"steps_per_generation": 0} if "vllm" in words else {}
+        step = Workload.grpo(4, 16, 32, **fields, **vllm)
+        (row,) = found["rows"]
+        assert row["forecast"]["workload"] == json.loads(json.dumps(step.facts())), words
+    expected = predict_memory(str(folder), step, capability=(9, 0))
+    assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
+
+
+def test_an_adapter_that_is_named_alone_is_off_in_the_reference(
+    tiny_adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = answer(capsys, tiny_adapter, *GRPO, "--beta", "0.1", "--card", "h100", "--json")
+    assert (status, found["rows"][0]["forecast"]["workload"]["reference"]) == (0, "adapter_off")
+
+
+def test_a_sweep_of_grpo_leaves_out_sizes_that_trl_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (folder, *GRPO, "--num-generations", "4", "--card", "560MiB", "--json", "--sweep")
+    status, found = answer(capsys, *words, "batch")
+    assert status == 0
+    assert [row["batch"] for row in found["rows"]] == [4 << place for place in range(len(found["rows"]))]
+    status, found = answer(capsys, *words, "length", "--values", "40,36")
+    assert [row["length"] for row in found["rows"]] == [36, 40]
 
 
 def test_a_name_that_nobody_knows_is_refused_before_the_engines_are_imported() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import SIZES
 from peft import LoraConfig, get_peft_model
 from silent_scripts import HIDDEN, LORA, adamw, adapted, base
 from test_audit_model import codes
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
-from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from safe_loading import Transparent, Workload, audit_model, wrap_transparent
@@ -223,3 +224,68 @@ def test_a_part_of_ones_own_that_was_never_trained() -> None:
     model.average = nn.Linear(HIDDEN, 3).requires_grad_(requires_grad=False)
     model.average.load_state_dict(model.out.requires_grad_(requires_grad=True).state_dict())
     assert "SL135" not in codes(model, STEP)  # it follows a trained part
+
+
+class Chooses(LlamaPreTrainedModel):
+    """A head for each task, chosen by the batch, or by the labels that it has."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__(LlamaConfig(**SIZES))
+        self.model = LlamaModel(self.config)
+        self.heads = nn.ModuleList([nn.Linear(HIDDEN, 2) for _ in range(heads)])
+
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, task: Any = None, labels: Any = None, others: Any = None
+    ) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, -1]
+        head = int(task[0]) if task is not None else int(others is not None)
+        logits = self.heads[head](hidden)
+        return SequenceClassifierOutput(loss=F.cross_entropy(logits, labels if others is None else others))
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], **more}
+
+
+def test_a_head_that_other_batches_choose_is_trained() -> None:
+    labels = torch.zeros(2, dtype=torch.long)
+    first = {"task": torch.zeros(2, dtype=torch.long), "labels": labels}
+    assert codes(Chooses(), STEP, inputs=first) == {}
+    assert codes(Chooses(12), STEP, inputs=first) == {}
+    detached = Chooses()
+    detached.heads[1].register_forward_hook(lambda _, __, output: output.detach())
+    assert codes(detached, STEP, inputs=first)["SL121"].where == "heads.1.bias, heads.1.weight"
+
+    def told(data: Any, collator: Any = default_data_collator) -> set[str]:
+        model = Chooses()
+        return set(
+            codes(model, STEP, inputs=first, trainer=trainer_with(model, train_dataset=data, data_collator=collator))
+        )
+
+    both = [row(task=number, labels=0) for number in (0, 1)]
+    assert told(both) == set()
+    assert told([row(labels=0), row(others=1)]) == set()
+    assert told([row(task=place // 30, labels=place % 2, idx=place) for place in range(60)]) == set()
+    assert told(both[:1] * 9) == {"SL121"}  # no row chooses the other one
+    # what cannot be read says nothing, and then the values of the inputs do
+    assert told(iter(both)) == set()
+    assert told([["no columns"]]) == set()
+    assert told(both, collator=lambda rows: 1 / 0) == set()
+    assert told(both, collator=lambda rows: (torch.rand(2), default_data_collator(rows))[1]) == set()
+
+
+class Alternates(Chooses):
+    """Two heads that take turns from step to step."""
+
+    steps = 0
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        turn = torch.full_like(input_ids[:, 0], self.steps % 2)
+        return super().forward(input_ids, attention_mask, turn, labels[:, 0])
+
+
+def test_heads_that_take_turns_are_trained() -> None:
+    model = Alternates()
+    assert codes(model, STEP) == {}
+    assert model.steps == 0

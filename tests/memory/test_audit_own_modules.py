@@ -11,6 +11,7 @@ import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from test_audit_model import Wrapper, adapted, base, codes
 from torch import nn
 from transformers import (
@@ -332,3 +333,80 @@ def test_two_models_of_different_classes_become_one() -> None:
     assert {"SL101", "SL102", "SL103", "SL104", "SL120", "SL121"}.isdisjoint(codes(model.train(), STEP))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert "SL120" not in codes(model, STEP.replace(gradient_checkpointing=True))
+
+
+class Saving(HandsOn):
+    """A wrapper with code of its own that saves the model."""
+
+    def save(self, folder: str) -> None:
+        self.model.save_pretrained(folder)
+
+
+class Saver(Trainer):
+    """A trainer that takes the model out of its wrapper."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        saved: Any = self.model
+        saved.model.save_pretrained(output_dir)
+
+
+def test_a_wrapper_whose_file_is_no_engines_is_not_told_of(tmp_path: Path) -> None:
+    assert "SL101" not in codes(Saving(base()), STEP)
+    assert codes(Saving(base()), STEP, trainer=trainer_of(Saving(base()), tmp_path))["SL101"].severity == "warning"
+    for wrapper in (HandsOn(base()), HandsOn(adapted())):
+        options: dict[str, Any] = {"report_to": [], "use_cpu": True}
+        trainer = Saver(model=wrapper, args=TrainingArguments(output_dir=str(tmp_path), **options))
+        assert "SL101" not in codes(wrapper, STEP, trainer=trainer)
+        trainer.is_fsdp_enabled = True  # which looks for the layers
+        assert "_no_split_modules" in codes(wrapper, STEP, trainer=trainer)["SL101"].message
+    assert codes(Wrapper(base()), STEP, trainer=trainer)["SL101"].severity == "error"  # which has no switch
+
+
+class OneSwitch(Wrapper):
+    """A wrapper that hands one of two switches on."""
+
+    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        self.model.gradient_checkpointing_enable(*args, **options)
+
+
+def test_the_switch_for_inputs_matters_over_frozen_embeddings_alone() -> None:
+    trained, frozen = codes(OneSwitch(base()), STEP)["SL101"], codes(OneSwitch(adapted()), STEP)["SL101"]
+    assert (trained.severity, frozen.severity) == ("warning", "error")
+    assert "enable_input_require_grads" not in trained.message
+    assert "enable_input_require_grads" in frozen.message
+
+
+class Scored(OneSwitch):
+    """A wrapper with a head beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__(base())
+        self.score_head = nn.Linear(SIZES["vocab_size"], 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = super().forward(input_ids, attention_mask, labels)
+        out.loss = out.loss + self.score_head(out.logits).square().mean()
+        return out
+
+
+class WithHead(Saver):
+    """A trainer that writes the head into a file of its own."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        saved: Any = self.model
+        save_file({"weight": saved.score_head.weight}, f"{output_dir}/head.safetensors")
+
+
+def test_a_head_that_the_users_own_code_leaves_out_is_lost(tmp_path: Path) -> None:
+    model = Scored()
+
+    def told(kind: type[Trainer]) -> dict[str, Any]:
+        arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+        return codes(model, STEP, trainer=kind(model=model, args=arguments))
+
+    lost = told(Saver)["SL104"]
+    assert (lost.severity, lost.where) == ("error", "score_head.bias, score_head.weight")
+    assert "your own code that saves does not name them" in lost.message
+    assert told(WithHead) == {}
+    assert told(Trainer)["SL104"].severity == "warning"  # which writes them, under the wrapper's names

@@ -15,10 +15,21 @@ import pytest
 import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from test_audit_model import Wrapper, adapted, base
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from safe_loading import Transparent, Workload, attach_head, audit_model, wrap_transparent
 
@@ -204,14 +215,87 @@ def prepared(model: Any) -> Any:
     return prepared
 
 
+class Pairs(nn.Module):
+    """An encoder that runs for the query and for the passage, as FlagEmbedding has it."""
+
+    def __init__(self, *, adapter: bool = False) -> None:
+        super().__init__()
+        sizes = {
+            name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        }
+        self.model: Any = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False)
+        if adapter:
+            self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["query"]))
+
+    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        self.model.gradient_checkpointing_enable(*args, **options)
+
+    def encode(self, ids: Any, mask: Any) -> Any:
+        hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+        return nn.functional.normalize(hidden, dim=-1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        scores = self.encode(input_ids, attention_mask) @ self.encode(input_ids.flip(1), attention_mask).T
+        chosen = torch.arange(len(scores), device=scores.device)
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(scores / 0.05, chosen), logits=scores)
+
+
+class PairsWithInputs(Pairs):
+    """The same over a frozen base, whose inputs have gradients for its checkpoints."""
+
+    def enable_input_require_grads(self) -> None:
+        self.model.enable_input_require_grads()
+
+
+class SavesInside(Trainer):
+    """A trainer that saves the encoder alone, and resumes from it."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        trained: Any = self.model
+        trained.model.save_pretrained(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        trained: Any = self.model
+        load_inside(trained.model, Path(resume_from_checkpoint))
+
+
+def load_inside(model: Any, folder: Path) -> None:
+    """Load a checkpoint of the model or of its adapter."""
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    else:
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+class Tasks(LlamaPreTrainedModel):
+    """A head for each task, of which a batch uses one."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.heads = nn.ModuleList([nn.Linear(HIDDEN, 2) for _ in range(config.num_labels)])
+        self.post_init()
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, task: Any = None, labels: Any = None) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, -1]
+        logits = self.heads[0 if task is None else int(task[0])](hidden)
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def tasks(heads: int) -> Any:
+    return Tasks(LlamaConfig(**SIZES, num_labels=heads)).train()
+
+
 class Structure(NamedTuple):
-    """A mistake, a code that finds it, what happens, the same without it, and whether rows have labels."""
+    """A mistake, a code that finds it, what happens, the same without it, and what rows and the right trainer are."""
 
     wrong: Callable[[], Any]
     code: str
     happens: str
     right: Callable[[], Any]
-    of_rows: bool = False
+    of_rows: bool = False  # whether rows have one label each
+    of_tasks: bool = False  # whether rows name a task
+    trainer: type[Trainer] = Trainer
 
 
 # Threads with the same trouble: huggingface/setfit#526 (a head that no checkpoint has), huggingface/lerobot#3459 (a
@@ -260,6 +344,18 @@ STRUCTURES = {
         integrated, "SL104", "lost", lambda: adapted(modules_to_save=["lm_head"])
     ),
     "everything trained": Structure(lambda: adapted().requires_grad_(requires_grad=True), "SL109", "lost", adapted),
+    "an encoder that runs twice": Structure(Pairs, "SL101", "saved whole", Pairs, of_rows=True, trainer=SavesInside),
+    "an adapted encoder that runs twice": Structure(
+        lambda: Pairs(adapter=True),
+        "SL101",
+        "saved whole",
+        lambda: PairsWithInputs(adapter=True),
+        of_rows=True,
+        trainer=SavesInside,
+    ),
+    "a head for each task": Structure(
+        lambda: tasks(3), "SL121", "untrained", lambda: tasks(2), of_rows=True, of_tasks=True
+    ),
     "a loose norm": Structure(lambda: _loose(adapted()), "SL103", "lost", lambda: adapted(modules_to_save=["norm"])),
 }
 
@@ -269,25 +365,30 @@ def _loose(model: Any) -> Any:
     return model
 
 
-def trainer_of(model: Any, folder: Path, *, checkpointing: bool = True, of_rows: bool = False) -> Trainer:
+def trainer_of(
+    model: Any, folder: Path, structure: Structure, *, checkpointing: bool = True, right: bool = False
+) -> Trainer:
     rows = [{"input_ids": [3 + i, 4 + i, 5 + i, 6 + i], "attention_mask": [1] * 4} for i in range(STEPS * 2)]
-    data: Any = [{**row, "labels": i % 2 if of_rows else row["input_ids"]} for i, row in enumerate(rows)]
+    data: Any = [{**row, "labels": i % 2 if structure.of_rows else row["input_ids"]} for i, row in enumerate(rows)]
+    data = [{**row, "task": i % 2} if structure.of_tasks else row for i, row in enumerate(data)]
+    kind = structure.trainer if right else Trainer
     options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0, "max_steps": STEPS}
     options |= {"per_device_train_batch_size": 2, "save_steps": STEPS, "learning_rate": 1e-2}
     options |= {"gradient_checkpointing": checkpointing}
-    return Trainer(model=model, args=TrainingArguments(output_dir=str(folder), **options), train_dataset=data)
+    return kind(model=model, args=TrainingArguments(output_dir=str(folder), **options), train_dataset=data)
 
 
 def happens(structure: Structure, make: Callable[[], Any], folder: Path) -> set[str]:
     """Train a structure and return the troubles that were seen."""
     troubles: set[str] = set()
+    right = folder.name == "right"
     model = make()
     wanted = {name for name, p in model.named_parameters() if p.requires_grad or name.endswith("score.weight")}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     watched = [m for m in model.modules() if "lora_dropout" in dict(m.named_children())]
     seen = [m.register_forward_pre_hook(lambda m, _: None if m.training else troubles.add("in eval")) for m in watched]
     for checkpointing in (True, False):
-        trainer = trainer_of(model, folder / str(checkpointing), checkpointing=checkpointing, of_rows=structure.of_rows)
+        trainer = trainer_of(model, folder / str(checkpointing), structure, checkpointing=checkpointing, right=right)
         try:
             trainer.train()
         except (AttributeError, ValueError):  # without the switch, or without the arguments of the forward
@@ -303,7 +404,8 @@ def happens(structure: Structure, make: Callable[[], Any], folder: Path) -> set[
     saved = folder / str(checkpointing) / f"checkpoint-{STEPS}"
     if "unsaved" not in troubles and "refused" not in troubles:
         has_adapter = any("lora_" in name for name in before)
-        if has_adapter and not (saved / "adapter_model.safetensors").exists():
+        own = "adapter_model.safetensors" if has_adapter else "config.json"
+        if not (saved / own).exists():
             troubles.add("saved whole")
         troubles |= _lost(make(), after, wanted, saved)
     return troubles
@@ -311,10 +413,9 @@ def happens(structure: Structure, make: Callable[[], Any], folder: Path) -> set[
 
 def _lost(model: Any, after: dict[str, Any], wanted: set[str], saved: Path) -> set[str]:
     """Load a checkpoint into a new model, as people do, and return whether something trained is not there."""
-    from peft import PeftModel, set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    if (saved / "adapter_model.safetensors").exists():
+    if isinstance(model, Pairs) and list(saved.glob("*config.json")):
+        load_inside(model.model, saved)
+    elif (saved / "adapter_model.safetensors").exists():
         tensors = load_file(saved / "adapter_model.safetensors")
         if isinstance(model, PeftModel) and isinstance(model.base_model.model, PeftModel):
             model = adapted()  # the new base has no adapter, and gets one
@@ -332,7 +433,7 @@ def _lost(model: Any, after: dict[str, Any], wanted: set[str], saved: Path) -> s
 
 def audited(structure: Structure, model: Any, folder: Path) -> dict[str, str]:
     """Return the severity of each code, of an audit as it is made before the training."""
-    trainer = trainer_of(model, folder, of_rows=structure.of_rows)
+    trainer = trainer_of(model, folder, structure, right=folder.name == "right")
     options: dict[str, Any] = {"inputs": {"labels": torch.tensor([0, 1])}} if structure.of_rows else {}
     report = audit_model(model, Workload.train(2, 8), trainer, forecast=False, round_trip=True, **options)
     return {finding.code: finding.severity for finding in report.findings}

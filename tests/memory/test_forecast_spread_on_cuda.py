@@ -21,6 +21,7 @@ SCRIPT = """
     import contextlib, gc, time, warnings
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,19 +40,17 @@ SCRIPT = """
         shape = (spread.replicas, spread.ranks)
         return dist.init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
 
-    def wrapped_by(spread):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device).train()
-        if spread.kind == "ddp":
-            names = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")
-            options = {name: getattr(spread, name) for name in names}
-            return DistributedDataParallel(model, device_ids=[device], **options)
-        dtypes = {key: getattr(torch, getattr(spread, key) or "", None) for key in ("param_dtype", "reduce_dtype")}
-        units = plan_units(model, flat=spread.kind == "fsdp1")
+    def reference_by(spread):  # as trl places it
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
+        if spread.kind == "fsdp1":
+            return flat(spread, model).eval()
         if spread.kind == "fsdp2":
-            offload = CPUOffloadPolicy() if spread.cpu_offload else OffloadPolicy()
-            policy = MixedPrecisionPolicy(**dtypes)
-            fsdp2.wrap(model, units, mesh_of(spread), policy, offload, (), spread.reshard_after_forward)
-            return model
+            fully_shard(model, mesh=mesh_of(spread), reshard_after_forward=spread.reshard_after_forward)
+        return model.eval()
+
+    def flat(spread, model):
+        dtypes = {key: getattr(torch, getattr(spread, key) or "", None) for key in ("param_dtype", "reduce_dtype")}
+        units = plan_units(model, flat=True)
         rotary = model.model.rotary_emb
         model = model.to("meta")
         model.model.rotary_emb = type(rotary)(model.config).to(device)
@@ -60,13 +59,27 @@ SCRIPT = """
             spread.reshard_after_forward, shard=spread.shard,
         )
 
+    def wrapped_by(spread):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device).train()
+        if spread.kind == "fsdp1":
+            return flat(spread, model)
+        if spread.kind == "ddp":
+            names = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")
+            options = {name: getattr(spread, name) for name in names}
+            return DistributedDataParallel(model, device_ids=[device], **options)
+        dtypes = {key: getattr(torch, getattr(spread, key) or "", None) for key in ("param_dtype", "reduce_dtype")}
+        offload = CPUOffloadPolicy() if spread.cpu_offload else OffloadPolicy()
+        policy = MixedPrecisionPolicy(**dtypes)
+        fsdp2.wrap(model, plan_units(model), mesh_of(spread), policy, offload, (), spread.reshard_after_forward)
+        return model
+
     def optimizer_of(spread, wrapped):
         held = [p for p in wrapped.parameters() if p.numel()]
         if spread.shard_optimizer:
             return ZeroRedundancyOptimizer(held, torch.optim.AdamW, fused=True)
         return torch.optim.AdamW(held, fused=True)
 
-    def micro_batch(spread, wrapped, last):
+    def micro_batch(spread, wrapped, last, reference):
         ids = torch.full((2, 128), 5, device=device)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         del ids
@@ -74,11 +87,15 @@ SCRIPT = """
         if spread.kind == "fsdp2" and not spread.sync_each_batch:
             wrapped.set_requires_gradient_sync(last)
         with wrapped.no_sync() if unreduced else contextlib.nullcontext():
-            loss = wrapped(**batch, use_cache=False).loss
-            del batch
+            output = wrapped(**batch, use_cache=False)
+            if reference is not None:
+                with torch.no_grad():
+                    reference(**batch, use_cache=False)
+            loss = output.loss
+            del output, batch
             loss.backward()
 
-    def peak_of(name, spread, micro_batches):
+    def peak_of(name, spread, micro_batches, referred):
         torch.cuda.set_device(device)
         world = int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.path.join(sys.argv[1], name), world)
@@ -88,6 +105,7 @@ SCRIPT = """
         del product
         workspaces = torch.cuda.memory_stats()["requested_bytes.all.current"]
         wrapped = wrapped_by(spread)
+        reference = reference_by(spread) if referred else None
         optimizer = optimizer_of(spread, wrapped)
         gc.collect()
         torch.cuda.synchronize()
@@ -96,7 +114,7 @@ SCRIPT = """
         torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
         for _ in range(3):
             for number in range(micro_batches):
-                micro_batch(spread, wrapped, number == micro_batches - 1)
+                micro_batch(spread, wrapped, number == micro_batches - 1, reference)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if spread.kind == "ddp":
@@ -117,17 +135,19 @@ SCRIPT = """
                 most = max(most, held)
         return most
 
-    for name, (text, micro_batches) in JOBS.items():
-        case(lambda: peak_of(name, eval(text), micro_batches), name)  # in a process: FSDP1 and DDP are never freed
+    for name, (text, micro_batches, referred) in JOBS.items():
+        # in a process: FSDP1 and DDP are never freed
+        case(lambda: peak_of(name, eval(text), micro_batches, referred), name)
 """
 
 
 class Job(NamedTuple):
-    """How a job is spread, and how many micro-batches it takes before a step of its optimizer."""
+    """How a job is spread, how many micro-batches it takes before its optimizer steps, and if it has a reference."""
 
     spread: Spread
     micro_batches: int = 1
     rare: bool = False
+    referred: bool = False
 
 
 HALF = "bfloat16"
@@ -140,7 +160,10 @@ JOBS = {
     "DDP, two micro-batches": Job(Spread.ddp(2), 2, rare=True),
     "DDP, find_unused_parameters": Job(Spread.ddp(2, find_unused_parameters=True)),
     "DDP, ZeroRedundancyOptimizer": Job(Spread.ddp(2, shard_optimizer=True), rare=True),
+    "DDP, a reference": Job(Spread.ddp(2), referred=True),
     "FSDP2": Job(Spread.fsdp2(2)),
+    "FSDP2, a reference": Job(Spread.fsdp2(2), referred=True),
+    "FSDP2, a reference, not resharded": Job(Spread.fsdp2(2, reshard_after_forward=False), rare=True, referred=True),
     "FSDP2, three ranks": Job(Spread.fsdp2(3), rare=True),
     "FSDP2, not resharded": Job(Spread.fsdp2(2, reshard_after_forward=False), rare=True),
     "FSDP2, bfloat16": Job(Spread.fsdp2(2, param_dtype=HALF), rare=True),
@@ -154,6 +177,7 @@ JOBS = {
     "HSDP, bfloat16, reduced in float32": Job(Spread.fsdp2(2, replicas=2, **MIXED), rare=True),
     "HSDP, two micro-batches, reduced once": Job(Spread.fsdp2(2, replicas=2, sync_each_batch=False), 2, rare=True),
     "FULL_SHARD": Job(Spread.fsdp1(2)),
+    "FULL_SHARD, a reference": Job(Spread.fsdp1(2), referred=True),
     "FULL_SHARD, three ranks": Job(Spread.fsdp1(3), rare=True),
     "FULL_SHARD, bfloat16": Job(Spread.fsdp1(2, param_dtype=HALF)),
     "FULL_SHARD, bfloat16, reduced in float32": Job(Spread.fsdp1(2, **MIXED), rare=True),
@@ -175,7 +199,8 @@ JOBS = {
 def forecast(job: Job) -> MemoryForecast:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**WIDE))
-    workload = Workload.train(2, 128, gradient_accumulation_steps=job.micro_batches)
+    reference: Any = "model" if job.referred else None
+    workload = Workload.train(2, 128, gradient_accumulation_steps=job.micro_batches, reference=reference)
     return predict_memory(model, workload, spread=job.spread, capability=(9, 0))
 
 
@@ -190,7 +215,7 @@ def test_ranks_take_what_their_forecast_says(
     simulated_cuda: CudaRunner, tmp_path: Path, *, ranks: int, rare: bool
 ) -> None:
     jobs = {name: job for name, job in JOBS.items() if job.spread.cards == ranks and job.rare == rare}
-    texts = {name: (str(job.spread), job.micro_batches) for name, job in jobs.items()}
+    texts = {name: (str(job.spread), job.micro_batches, job.referred) for name, job in jobs.items()}
     script = SCRIPT.replace("SIZES", repr(WIDE)).replace("JOBS", repr(texts))
     env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"}
     found = simulated_cuda.run_ranks(script, ranks, args=[tmp_path], env=env)

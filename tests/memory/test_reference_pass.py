@@ -13,7 +13,7 @@ from allocator_truth import above_start
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import ArgumentError, Spread, Workload, audit_model, predict_memory
+from safe_loading import ArgumentError, Workload, audit_model, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
@@ -66,8 +66,6 @@ def test_what_cannot_be_forecast_is_refused_with_what_can() -> None:
     assert predict_memory(CONFIG, PAIRS.replace(reference="model")).allocated_peak_bytes
     with pytest.raises(ArgumentError, match=r"reference='copy': one of"):
         PAIRS.replace(reference="copy")
-    with pytest.raises(ArgumentError, match=r"with reference=None"):
-        predict_memory(CONFIG, PAIRS.replace(reference="model"), spread=Spread.fsdp2(2))
 
 
 def test_the_trainer_says_which_reference_it_has() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +109,3 @@ def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
     assert not report(trl.SFTTrainer, compute_loss_func=print).forecast.workload.fused_lm_head
     assert not report(trl.SFTTrainer, label_smoother=print).forecast.workload.fused_lm_head
     assert not report(trl.RewardTrainer).forecast.workload.fused_lm_head
-
-
-def test_ligers_kernels_are_said_to_be_left_out() -> None:
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LORA).train()
-    for asked in (True, False):
-        args = types.SimpleNamespace(use_liger_kernel=asked)
-        found = audit_model(model, Workload.train(1, 8), types.SimpleNamespace(model=model, args=args, optimizer=None))
-        assert any("Liger's kernels, which take less, are not counted" in text for text in found.skipped) is asked
-        assert found.forecast is not None
-        assert not found.forecast.workload.fused_lm_head

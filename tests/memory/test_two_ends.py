@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from allocator_truth import above_start, generation
 from peft import LoraConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     Mamba2Config,
     MistralConfig,
     PreTrainedConfig,
@@ -19,6 +26,11 @@ from transformers import (
 
 from safe_loading import Spread, Workload, plan_device_map, predict_memory
 from safe_loading.__main__ import main
+from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._memory.trace.two_ends import trace_two_ends
+from safe_loading._sharding import fsdp2
+from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading.errors import ArgumentError
 
 SIZES: dict[str, Any] = {
@@ -58,6 +70,37 @@ def test_caches_that_do_not_grow_end_as_in_a_run_of_every_token(name: str) -> No
     every = predict_memory(MODELS[name], Workload.generate(2, 40, decode_steps=19))
     ends = predict_memory(MODELS[name], Workload.generate(2, 40, new_tokens=20))
     assert ends.phases == every.phases
+
+
+@pytest.mark.parametrize("spread", [Spread.fsdp2(2), Spread.fsdp2(3, param_dtype="float16", replicas=2)])
+def test_the_ends_of_a_rank_are_those_of_a_run_of_every_token(spread: Spread) -> None:
+    every = predict_memory(MODELS["llama"], Workload.generate(3, 40, decode_steps=29), spread=spread)
+    ends = predict_memory(MODELS["llama"], Workload.generate(3, 40, new_tokens=30), spread=spread)
+    assert ends.phases == every.phases
+    assert ends.ranks == every.ranks
+    assert ends.components["weights"] == every.components["weights"]
+
+
+def test_a_rank_that_generates_takes_what_the_allocator_gives() -> None:
+    """To the byte: fully_shard on real parameters, in a group whose other ranks are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model: Any = LlamaForCausalLM(MODELS["llama"]).float()
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        fsdp2.wrap(model, plan_units(model), mesh, MixedPrecisionPolicy(), OffloadPolicy(), (), True)
+        found = generation(model, 3, 40, steps=29)
+    finally:
+        dist.destroy_process_group()
+    config = copy.deepcopy(MODELS["llama"])
+    config.dtype = torch.float32
+
+    def trace(work: Workload) -> StepTrace:
+        with torch.device("meta"):
+            whole = LlamaForCausalLM(config).float()
+        return trace_step(whole, work, spread=Spread.fsdp2(2))
+
+    ends = trace_two_ends(Workload.generate(3, 40, new_tokens=30), trace)
+    assert found == above_start(ends, "prefill", "decode")
 
 
 def test_a_prompt_that_an_encoder_reads_takes_steps() -> None:
@@ -107,10 +150,6 @@ def test_where_the_ends_are_not_known_they_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"context_length=164"):
         plan_device_map(MODELS["llama"], {0: "1GiB"}, workload=workload)
     plan_device_map(MODELS["llama"], {0: "1GiB"}, workload=Workload.generate(2, 164))
-    with pytest.raises(ArgumentError, match="Forecast the ends one by one"):
-        predict_memory(MODELS["llama"], workload, spread=Spread.fsdp2(2))
-    for end in (workload.replace(new_tokens=0), Workload.generate(2, 164)):
-        assert predict_memory(MODELS["llama"], end, spread=Spread.fsdp2(2)).phases
     with pytest.raises(ArgumentError, match="new_tokens=-1"):
         Workload.generate(2, 64, new_tokens=-1)
 

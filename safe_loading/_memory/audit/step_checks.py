@@ -139,6 +139,8 @@ def _check_gradients(step: TracedStep) -> Iterator[Finding]:
     without = trainable.keys() - step.record.reached
     if without and step.record.reached:
         without -= step.reached_at_random()
+    if without and step.record.reached:
+        without -= step.reached_by_other_batches(without)
     if without:
         reached = len(trainable) - len(without)
         yield Finding(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +24,13 @@ from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel
 from .loss import TokenCountUse, watching_token_count
+from .other_batches import other_batches
 from .packed_rows import RowsSeen, fills_cache, watching_rows
 from .step_record import StepRecord, recorded_step
 
 # by layer: the bytes of the storages that it keeps, by their addresses
 LayerInputs = dict[str, dict[int, int]]
-_MOST_SEEDS = 8  # of steps with other random numbers
+_MOST_SEEDS = 8  # of steps with other random numbers, or of batches that bring nothing new
 _CAPABILITY = (8, 0)  # of the GPU whose attention kernels the figures are for, an A100's
 
 
@@ -91,6 +93,26 @@ class TracedStep:
                 _trace(self.audited.outermost, self.workload, self.inputs, seed)
             reached |= record.reached
             if seed == 1 and record.reached == before:
+                break
+        return reached
+
+    def reached_by_other_batches(self, missing: Collection[str]) -> set[str]:
+        """Return those of the parameters to which gradients come from the next batch, or from one with other inputs."""
+        reached: set[str] = set()
+        in_vain = 0
+        again = (self.workload.replace(gradient_accumulation_steps=2), self.inputs)  # of a module that counts them
+        others = other_batches(self.audited, self.inputs, self.workload.batch_size)
+        for workload, batch in itertools.chain([again], ((self.workload, other) for other in others)):
+            with (
+                mode_kept(self.audited),
+                recorded_step(self.audited.outermost) as record,
+                contextlib.suppress(TraceError),
+            ):
+                _trace(self.audited.outermost, workload, batch)
+            more = record.reached.intersection(missing) - reached
+            reached |= more
+            in_vain = 0 if more else in_vain + 1
+            if len(reached) == len(missing) or in_vain == _MOST_SEEDS:
                 break
         return reached
 

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 
+from safe_loading._memory.trace.inputs import is_of_engine
 from safe_loading._wrapping.transparent import mixins_of
 
 from .audited_model import AuditedModel
 
 _WITHOUT_GRADIENTS = frozenset({"no_grad", "inference_mode"})
+_SAVING = ("_save", "save_model", "save", "save_checkpoint", "save_pretrained")
 _DECORATED = "decorate_context"  # the name of what torch puts around a function under ``@torch.no_grad()``
 
 
@@ -27,6 +29,25 @@ def runs_without_gradients(audited: AuditedModel, attribute: str) -> bool:
             if attribute in code.co_names and (decorated or _WITHOUT_GRADIENTS & {*code.co_names}):
                 return True
     return False
+
+
+def names_in_saving(audited: AuditedModel) -> set[str] | None:
+    """Return the names in the user's own code that writes checkpoints; None where an engine's writes them.
+
+    It is that of the trainer's class, or without a trainer of the outermost module, and what that module has for it.
+    """
+    module = _saving_methods(type(audited.outermost))
+    methods = module if audited.trainer is None else _saving_methods(type(audited.trainer))
+    if not methods:
+        return None
+    codes = [code for method in (*methods, *module) for code in _codes(inspect.unwrap(method))]
+    words = {word for code in codes for word in code.co_consts if isinstance(word, str)}
+    return words.union(*(code.co_names for code in codes))
+
+
+def _saving_methods(cls: type) -> list[Callable[..., object]]:
+    own = [vars(each) for each in cls.__mro__ if not is_of_engine(each)]
+    return [attributes[name] for attributes in own for name in _SAVING if callable(attributes.get(name))]
 
 
 def _functions(audited: AuditedModel) -> Iterator[Callable[..., object]]:

@@ -10,21 +10,32 @@ from transformers import PreTrainedModel
 
 from safe_loading._core.workload import Workload
 
-_LIGER = (
-    "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted. Where its "
-    "fused cross entropy is on, no logits are made."
+_LEFT_OUT = "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted."
+_TAKEN = (
+    "forecast: use_liger_kernel=True of the trainer: Liger's fused cross entropy is assumed, which its version 0.8 "
+    "puts into a {}. Its other kernels, which take less, are not counted."
+)
+# the types whose causal language models Liger 0.8.2 gives its fused cross entropy by default, of its
+# MODEL_TYPE_TO_APPLY_LIGER_FN (src/liger_kernel/transformers/monkey_patch.py); granite keeps its logits
+_LIGER_TYPES = (
+    "deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm4 gpt_oss hunyuan_v1_dense hunyuan_v1_moe "
+    "llama llama4_text ministral mistral mixtral mllama_text_model nemotron olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3"
 )
 
 
 def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Workload | None:
-    """Return a training step with trl's fused head, where the trainer calls the model so and the model takes it."""
+    """Return a training step with the fused head of trl or Liger, where the trainer computes its loss so."""
     if workload is None or workload.kind != "train":
         return workload
     own_loss = any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
     takes = workload.labels and isinstance(model, (PreTrainedModel, PeftModel))
-    if not takes or own_loss or not _is_fused(trainer):
+    if not takes or own_loss:
         return workload
-    return workload.replace(fused_lm_head=True, **_samples_of(trainer, workload))
+    if _is_fused(trainer):
+        return workload.replace(fused_lm_head=True, **_samples_of(trainer, workload))
+    patched = not workload.fused_lm_head and _is_of_liger(trainer, model)
+    return workload.replace(fused_lm_head="liger") if patched else workload
 
 
 def _samples_of(trainer: Any, workload: Workload) -> dict[str, Any]:
@@ -49,6 +60,23 @@ def _is_fused(trainer: Any) -> bool:
     return any(hasattr(sys.modules.get(name), "add_fused_lm_head") for name in of_trl)
 
 
-def liger_left_out(trainer: Any) -> list[str]:
+def _is_of_liger(trainer: Any, model: object) -> bool:
+    """Whether the trainer lets Liger patch the model so that its own forward makes no logits."""
+    asked = getattr(getattr(trainer, "args", None), "liger_kernel_config", None) or {}
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    causal = (
+        type(base).__name__.endswith("ForCausalLM") and getattr(base.config, "model_type", "") in _LIGER_TYPES.split()
+    )
+    return _asks_for_liger(trainer) and causal and asked.get("fused_linear_cross_entropy", True) is True
+
+
+def _asks_for_liger(trainer: Any) -> bool:
+    return getattr(getattr(trainer, "args", None), "use_liger_kernel", False) is True
+
+
+def about_liger(trainer: Any, model: object, workload: Workload | None) -> list[str]:
     """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
-    return [_LIGER] if getattr(getattr(trainer, "args", None), "use_liger_kernel", False) is True else []
+    if workload is None or not _asks_for_liger(trainer):
+        return []
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return [_TAKEN.format(type(base).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]

@@ -13,7 +13,7 @@ from safe_loading._wrapping.heads import missing_heads
 
 from .audited_model import AuditedModel, size_of
 from .kept_memory import is_average, is_target
-from .trainer_code import runs_without_gradients
+from .trainer_code import names_in_saving, runs_without_gradients
 
 _MOST_NAMES = 3
 
@@ -98,11 +98,18 @@ def check_outside(audited: AuditedModel) -> Iterator[Finding]:
         return
     inside = {id(p) for p in audited.inner.parameters()}
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
+    names = names_in_saving(audited)
+    if names is not None and "state_dict" not in names:  # of which the user's code may write all
+        outside = {name: p for name, p in outside.items() if names.isdisjoint(name.split("."))}
+    elif names is not None:
+        outside = {}
     if outside:
         trained = counted(len(outside), "trained parameter")
         message = f"save_pretrained of the {type(audited.inner).__name__} does not write {trained} around it"
         severity: Severity = "error"
-        if audited.trainer is not None:
+        if names is not None:
+            message += ", and your own code that saves does not name them"
+        elif audited.trainer is not None:
             message += f"; the Trainer does, in a state dict that fits a {type(audited.outermost).__name__} only"
             severity = "warning"
         fix = "attach them to the model with attach_head."

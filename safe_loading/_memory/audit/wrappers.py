@@ -9,9 +9,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
+from .trainer_code import names_in_saving
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,15 @@ def check_wrappers(audited: AuditedModel, peaks: tuple[int, int] | None) -> Iter
     Where the wrapper hands on all that a step needs, it is a warning: a larger checkpoint takes no memory of the step.
     """
     for wrapper in audited.wrappers:
-        uses = [use for use in ATTRIBUTE_USES if _matters(wrapper, use) and hides(audited, wrapper, use.name)]
+        hidden = [use for use in ATTRIBUTE_USES if hides(audited, wrapper, use.name)]
+        uses = [use for use in hidden if _matters(audited, wrapper, use)]
         where = f"{wrapper.path} ({wrapper.classes[0]})" if wrapper.path else wrapper.classes[0]
-        if not uses:
+        if not hidden:
             yield Finding("SL102", "error", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
+        saved_by_user = wrapper.above is None and names_in_saving(audited) is not None
+        if saved_by_user and not any(use.in_step or use.costs_base for use in uses):
+            continue  # all that a step needs is handed on
         if not any(use.in_step for use in uses):
             yield Finding("SL101", "warning", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
@@ -103,8 +109,18 @@ def hides(audited: AuditedModel, wrapper: HidingWrapper, name: str) -> bool:
     return any(getattr(model, name, None) not in (None, False) for model in inside)
 
 
-def _matters(wrapper: HidingWrapper, use: AttributeUse) -> bool:
-    return wrapper.above is None or use.name not in _OF_THE_ADAPTER
+def _matters(audited: AuditedModel, wrapper: HidingWrapper, use: AttributeUse) -> bool:
+    """Whether it makes a difference here that a wrapper hides an attribute."""
+    if wrapper.above is not None:
+        return use.name not in _OF_THE_ADAPTER
+    if use.name == "enable_input_require_grads":  # which is for embeddings without a gradient
+        embeddings = embeddings_and_head_of(wrapper.inside).embeddings
+        return embeddings is None or not any(parameter.requires_grad for parameter in embeddings.parameters())
+    if names_in_saving(audited) is None:
+        return True
+    if use.name == "_no_split_modules":
+        return bool(getattr(audited.trainer, "is_fsdp_enabled", False))
+    return use.name not in _OF_THE_ADAPTER
 
 
 def _message(wrapper: HidingWrapper, uses: Iterable[AttributeUse], cost: str) -> str:

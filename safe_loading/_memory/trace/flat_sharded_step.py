@@ -55,6 +55,13 @@ class FlatShardedParameters(TrainedParameters):
                 if gradient is not None:
                     ledger.classify(ledger.index_of(gradient), "gradients")
 
+    def drop_gradients(self) -> None:
+        """Drop those of the units too, as FSDP1 does when the next forward pass begins."""
+        super().drop_gradients()
+        for module in FullyShardedDataParallel.fsdp_modules(self._model):
+            if module._flat_param is not None:
+                module._flat_param.grad = None
+
 
 def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[int, ...]]:
     """Return for each rank how much it trains of each unit: ranks of the same amounts allocate the same.
@@ -78,29 +85,36 @@ def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[i
 
 @contextlib.contextmanager
 def flat_sharded(
-    model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
-) -> Iterator[FullyShardedDataParallel]:
-    """Yield the model sharded by FSDP1; the ledger sees the storages that FSDP1 allocates and frees by itself.
+    model: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    spread: Spread,
+    mesh: DeviceMesh,
+    device: torch.device,
+    ledger: Ledger,
+) -> Iterator[tuple[FullyShardedDataParallel, FullyShardedDataParallel | None]]:
+    """Yield the model and its reference sharded by FSDP1; the ledger sees the storages that it allocates and frees.
 
-    The attributes of the modules are the caller's to restore.
+    The attributes of the model's modules are the caller's to restore.
     """
-    units = plan_units(model, flat=True)
     problems = fsdp1.check([found for found in inventory(model) if not found.is_buffer])
     if problems:
         raise ArgumentError("FSDP1 cannot shard this model:", problems)
     dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
-    parts = adapter_parts(model)
     policy = MixedPrecision(
         param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
     )
+    offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
+
+    def wrap(module: torch.nn.Module) -> FullyShardedDataParallel:
+        units, parts = plan_units(module, flat=True), adapter_parts(module)
+        resharded = spread.reshard_after_forward
+        made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
+        _classify_shards(made, parts, ledger)
+        return made
+
     # which tells the device by its type, and so drops its number
     with _storages_seen(ledger), patched(_init_utils, "_get_compute_device", lambda *_, **__: device):
-        offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
-        wrapped = fsdp1.wrap(
-            model, units, mesh, device, policy, offload, (), spread.reshard_after_forward, shard=spread.shard
-        )
-        _classify_shards(wrapped, parts, ledger)
-        yield wrapped
+        yield wrap(model), None if reference is None else wrap(reference)
 
 
 def _classify_shards(model: FullyShardedDataParallel, parts: frozenset[str], ledger: Ledger) -> None:

@@ -34,7 +34,12 @@ _IMPORTANCE_LEFT_OUT = (
 
 
 def run_training(
-    model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger, trained: TrainedParameters
+    model: torch.nn.Module,
+    workload: Workload,
+    inputs: StepInputs,
+    ledger: Ledger,
+    trained: TrainedParameters,
+    sharded_reference: torch.nn.Module | None = None,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
@@ -47,11 +52,13 @@ def run_training(
 
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(classify)  # type: ignore[no-untyped-call]  # of torch
-    reference = reference_pass(model, workload, ledger)
+    reference = reference_pass(model, workload, ledger, sharded_reference)
     micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
-    if trained.rehearses:
+    # a reference that is not resharded stays as its first pass has gathered it, for no backward pass frees it
+    if trained.rehearses or sharded_reference is not None:
         _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
         trained.rehearsed()
+        trained.drop_gradients()
     ledger.make_resident(first_update)
     _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
     ledger.phase = "optimizer"

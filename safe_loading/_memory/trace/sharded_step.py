@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -105,11 +105,17 @@ def alike(parameters: Iterable[torch.nn.Parameter], spread: Spread) -> dict[int,
 
 @contextlib.contextmanager
 def sharded(
-    model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
+    model: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    spread: Spread,
+    mesh: DeviceMesh,
+    device: torch.device,
+    ledger: Ledger,
 ) -> Iterator[None]:
     """Inside, the model is sharded by FSDP2, and the ledger sees the storages that FSDP allocates and frees by itself.
 
-    The attributes of the modules are the caller's to restore; the classes are restored here.
+    A reference is one unit, as trl's ``prepare_fsdp`` makes it, which is gathered whole and freed after its forward
+    pass. The attributes of the model's modules are the caller's to restore; the classes are restored here.
     """
     classes = [(module, type(module)) for module in model.modules()]
     dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
@@ -122,6 +128,15 @@ def sharded(
         try:
             fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
             _classify_shards(model, ledger)
+            if reference is not None:
+                fully_shard(
+                    reference,
+                    mesh=mesh,
+                    reshard_after_forward=spread.reshard_after_forward,
+                    mp_policy=policy,
+                    offload_policy=offload,
+                )
+                _classify_shards(reference, ledger)
             yield
         finally:
             for module, cls in classes:

@@ -47,7 +47,7 @@ from .layer_segments import NotAlikeError, whole_step
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import Component, StepTrace
-from .reference_pass import refuse_reference
+from .reference_pass import reference_to_shard, refuse_reference
 from .repeated_layers import repeated_layers
 from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
@@ -198,6 +198,7 @@ def _run(
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
     with _isolated(mode.values.generators), attention_stand_ins(model), functions, functions.whole_lists(), maker.mode:
+        reference = reference_to_shard(model, workload, sharding[0] if sharding else None)
         tensors = FakeTensors(maker, ledger, mode.values, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
@@ -211,12 +212,15 @@ def _run(
         install_hooks(model, where, ledger, mode.in_hook, skipped.inner_modules())
         skipped.install()
         main = fake_device(where.main)
-        with _progress_bar(model), mode, _spread(model, list(tensors.trainable()), sharding, main, ledger) as of_rank:
+        if reference is not None:
+            FakeTensors(maker, ledger, mode.values, where).replace_tensors(reference)
+        spread = _spread(model, reference, list(tensors.trainable()), sharding, main, ledger)
+        with _progress_bar(model), mode, spread as of_rank:
             tensors.forget()
-            running, trained = of_rank
+            running, trained, reference = of_rank
             trained = GradientsOfSkipped(trained.parameters, skipped) if skipped.lists else trained
             if workload.kind == "train":
-                run_training(running, workload, inputs, ledger, trained)
+                run_training(running, workload, inputs, ledger, trained, reference)
                 if sharding is None:
                     _count_as_own(model, ledger)
                 cache = None
@@ -280,19 +284,20 @@ def ranks_alike(
 @contextlib.contextmanager
 def _spread(
     model: torch.nn.Module,
+    reference: torch.nn.Module | None,
     parameters: list[torch.nn.Parameter],
     sharding: tuple[Spread, DeviceMesh, int] | None,
     device: torch.device,
     ledger: Ledger,
-) -> Iterator[tuple[torch.nn.Module, TrainedParameters]]:
-    """Spread the model as the job does, and yield the model that a rank runs and the parameters that it trains."""
+) -> Iterator[tuple[torch.nn.Module, TrainedParameters, torch.nn.Module | None]]:
+    """Spread the model as the job does; yield a rank's model, the parameters it trains, and a reference in shards."""
     if sharding is None:
-        yield model, TrainedParameters(parameters)
+        yield model, TrainedParameters(parameters), None
         return
     spread, mesh, rank = sharding
     if spread.kind == "ddp":
         with replicated(model, spread):
-            yield model, ReplicatedParameters(parameters, spread, rank, ledger)
+            yield model, ReplicatedParameters(parameters, spread, rank, ledger), None
         return
     if spread.kind == "zero":
         parameters[:] = cast_parameters(model, parameters, spread, ledger)
@@ -300,17 +305,17 @@ def _spread(
             with linear_layers():
                 partitioned = PartitionedParameters(model, list(parameters), spread, rank, ledger)
                 parameters.clear()
-                yield model, partitioned
+                yield model, partitioned, None
             return
-        yield model, ZeroParameters(parameters, spread, rank, ledger)
+        yield model, ZeroParameters(parameters, spread, rank, ledger), None
         return
     parameters.clear()  # the whole parameters are freed as they are sharded
     if spread.kind == "fsdp1":
-        with flat_sharded(model, spread, mesh, device, ledger) as wrapped:
-            yield wrapped, FlatShardedParameters(wrapped, spread)
+        with flat_sharded(model, reference, spread, mesh, device, ledger) as (wrapped, flat_reference):
+            yield wrapped, FlatShardedParameters(wrapped, spread), flat_reference
         return
-    with sharded(model, spread, mesh, device, ledger):
-        yield model, ShardedParameters(model, spread)
+    with sharded(model, reference, spread, mesh, device, ledger):
+        yield model, ShardedParameters(model, spread), reference
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:
