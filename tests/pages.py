@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_server import RankServer
+from torchrun import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -40,8 +42,9 @@ OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DO
 OUTPUT_OF_COMMAND = re.compile(r"\n(?:\n[^`<#\n][^\n]*\n)?\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
 RANKS = re.compile(r"torchrun (?:--standalone )?--nproc-per-node=(?P<ranks>\d+) (?P<script>\w+\.py)(?P<args>(?: \w+)*)")
-# Ahead of a script in forked ranks: a page shows what a command prints to stdout.
+# Ahead of a script in a forked process: a page shows what a command prints to stdout.
 APART = "import os as _os\n_os.dup2(_os.open('stderr.txt', _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND), 2)\n"
+MODULE = "import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)\n"
 PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -62,7 +65,7 @@ class Example:
     command: str | None = None
 
     def run(self, namespace: dict[str, Any], server: RankServer | None = None) -> None:
-        """Run it, a torchrun in ranks of `server` where there is one."""
+        """Run it, a command in what `server` forks where there is one."""
         if self.file is not None:
             Path(self.file).write_text(self.code, encoding="utf-8")
             return
@@ -84,11 +87,11 @@ class Example:
 
 
 def run_command(command: str, server: RankServer | None = None) -> str:
-    """Run a command of a page with this process's Python, or in ranks of `server`, and return what it prints."""
-    in_ranks = RANKS.fullmatch(command)
-    if server is not None and in_ranks is not None:
-        script = APART + Path(in_ranks["script"]).read_text(encoding="utf-8")
-        run = server.run(script, int(in_ranks["ranks"]), args=in_ranks["args"].split(), timeout=240, check=False)
+    """Run a command of a page with this process's Python, or in what `server` forks, and return what it prints.
+
+    What is forked need not import the engines; it is what the command would start.
+    """
+    if server is not None and (run := _forked(command, server)) is not None:
         assert run.code == 0, f"{command}\n{run.output}\n{Path('stderr.txt').read_text()[-6000:]}"
         return run.output
     program, *arguments = shlex.split(command)
@@ -102,6 +105,37 @@ def run_command(command: str, server: RankServer | None = None) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def _forked(command: str, server: RankServer) -> Run | None:
+    """Run what a torchrun, an accelerate launch or ``python -m`` starts; None for another command."""
+    in_ranks = RANKS.fullmatch(command)
+    if in_ranks is not None:
+        script, count = APART + Path(in_ranks["script"]).read_text(encoding="utf-8"), int(in_ranks["ranks"])
+        # held here, as torchrun holds it: a late rank would wait a minute for the store of one that has ended
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return server.run(script, count, args=in_ranks["args"].split(), env=env, timeout=240, check=False)
+    words = shlex.split(command)
+    if words[:2] == ["accelerate", "launch"]:
+        (_, script, *args), env = _as_accelerate_starts(words[2:])
+        script = APART + Path(script).read_text(encoding="utf-8")
+        return server.run_alone(script, args=args, env=env, timeout=240, check=False)
+    if words[:2] == ["python", "-m"]:
+        script = APART + MODULE.format(name=words[2])
+        return server.run_alone(script, args=words[3:], timeout=240, check=False)
+    return None
+
+
+def _as_accelerate_starts(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The command that ``accelerate launch`` starts for one process, and what it adds to the environment."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert arguments.cpu, "another launcher of accelerate's"
+    command, env = prepare_simple_launcher_cmd_env(arguments)
+    return command, {name: value for name, value in env.items() if os.environ.get(name) != value}
 
 
 def examples(page: Path, text: str) -> list[Example]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from faults.adapters import edited
 from models import save_adapter, save_llama, save_tokenizer
-from pages import DOCS, QUIET, ROOT, examples
+from pages import DOCS, ROOT, examples
 from rank_server import RankServer
 
 import safe_loading
@@ -78,7 +78,7 @@ ALSO_ON = {  # what several verbs find stands on the page of each
 
 
 NEEDED = {"sft.md": "trl"}  # what a page needs beside the package
-LAUNCHED = {"torchrun.md"}  # its commands start torchrun itself; those of other pages, ranks that torchrun would start
+LAUNCHED = {"torchrun.md"}  # its commands start torchrun itself; those of other pages, what launchers would start
 
 EXAMPLES = {page: examples(page, page.read_text(encoding="utf-8")) for page in PAGES}
 
@@ -97,12 +97,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def quiet_ranks() -> Iterator[RankServer]:
-    with RankServer(QUIET) as server:
-        yield server
-
-
 @contextlib.contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
@@ -115,9 +109,9 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if EXAMPLES[page]], ids=lambda page: page.name)
 def test_the_examples_of_a_page_run_in_order(
-    page: Path, prepared: Path, quiet_ranks: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, prepared: Path, rank_server: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = None if page.name in LAUNCHED else quiet_ranks
+    server = None if page.name in LAUNCHED else rank_server
     if page.name in NEEDED:
         pytest.importorskip(NEEDED[page.name], reason=f"pip install {NEEDED[page.name]}")
     # what a page writes is not there for the next
