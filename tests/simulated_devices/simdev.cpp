@@ -30,7 +30,10 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+// instead of torch/extension.h, whose other headers take a third of the build
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/library.h>
 
 #include <sys/prctl.h>
 
@@ -44,6 +47,8 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+namespace py = pybind11;
 
 namespace {
 
