@@ -44,7 +44,6 @@ QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBO
 RANKS = re.compile(r"torchrun (?:--standalone )?--nproc-per-node=(?P<ranks>\d+) (?P<script>\w+\.py)(?P<args>(?: \w+)*)")
 # Ahead of a script in a forked process: a page shows what a command prints to stdout.
 APART = "import os as _os\n_os.dup2(_os.open('stderr.txt', _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND), 2)\n"
-MODULE = "import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)\n"
 PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -122,8 +121,7 @@ def _forked(command: str, server: RankServer) -> Run | None:
         script = APART + Path(script).read_text(encoding="utf-8")
         return server.run_alone(script, args=args, env=env, timeout=240, check=False)
     if words[:2] == ["python", "-m"]:
-        script = APART + MODULE.format(name=words[2])
-        return server.run_alone(script, args=words[3:], timeout=240, check=False)
+        return server.run_module(words[2], before=APART, args=words[3:], timeout=240, check=False)
     return None
 
 

@@ -95,6 +95,10 @@ class RankServer:
         """The same in one process that is no rank."""
         return self._run(script, [{}], "each", options)
 
+    def run_module(self, name: str, *, before: str = "", **options: Unpack[Options]) -> Run:
+        """The same of a module, as ``python -m`` runs it, after the lines `before`."""
+        return self.run_alone(f"{before}import runpy\nrunpy.run_module({name!r}, None, '__main__', True)\n", **options)
+
     def _run(self, script: str | Path, places: list[dict[str, Any]], ends: str, options: Options) -> Run:
         run, statuses = self._run_once(script, places, ends, options)
         if options.get("check", True) and CRASHES.intersection(statuses):

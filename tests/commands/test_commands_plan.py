@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from models import save_llama
 from peft import LoraConfig
+from rank_server import RankServer
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 from safe_loading import DeviceMapPlan, Workload, fewest_cards, plan_device_map
@@ -81,13 +80,15 @@ def test_rows_are_told_with_the_tokens_or_apart(
     assert "batch_size=2, sequence_length=8" in str(plan.facts.workload)
 
 
-def test_what_does_not_fit_leaves_with_3(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [sys.executable, "-m", "safe_loading", "plan", folder, "--max-memory", "0=10KB"]
-    told = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert told.returncode == 3
-    assert "does not fit" in told.stdout + told.stderr
-    assert "Traceback" not in told.stderr
-    assert command_line.main([*words[3:], "--json"]) == 3
+def test_what_does_not_fit_leaves_with_3(
+    folder: str, rank_server: RankServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", folder, "--max-memory", "0=10KB"]
+    told = rank_server.run_module("safe_loading", args=words, timeout=60, check=False)
+    assert told.code == 3
+    assert "does not fit" in told.output
+    assert "Traceback" not in told.output
+    assert command_line.main([*words, "--json"]) == 3
     facts = json.loads(capsys.readouterr().out)
     assert facts["error"] == "DeviceMapInfeasible"
     assert facts["problems"]
