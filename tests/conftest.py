@@ -159,7 +159,8 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
 
     Its cache of the hub, HF_HOME, is empty at first.
     """
-    with RankServer({"HF_HOME": str(tmp_path_factory.mktemp("hub home"))}) as server:
+    modules = (*MODULES, "transformers.trainer")  # which imports datasets, in each rank that trains with it
+    with RankServer({"HF_HOME": str(tmp_path_factory.mktemp("hub home"))}, modules) as server:
         yield server
 
 

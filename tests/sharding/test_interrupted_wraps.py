@@ -123,14 +123,17 @@ def noted(self, name, *, timeout):
 Ranks.together = noted
 Script().call()  # what a first call imports and remembers
 Ranks.together = real_together
-script = Script()
-with interrupted_at(within=within) as lines:
-    script.call()
-count = lines.count
-# half of them in the last part, in which the model is changed
-turns = labels if how == "fails" else [
-    *sampled(count * 9 // 10, most), *(count * 3 // 4 + number for number in sampled(count // 6, most))
-]
+if how == "fails":
+    turns = labels
+else:
+    script = Script()
+    with interrupted_at(within=within) as lines:
+        script.call()
+    # half of them in the last part, in which the model is changed
+    turns = [
+        *sampled(lines.count * 9 // 10, most),
+        *(lines.count * 3 // 4 + number for number in sampled(lines.count // 6, most)),
+    ]
 wanted = Script(lean=False).made()
 found = []
 for turn, where in enumerate(turns):
