@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +55,11 @@ class House:
         self.package = package
         self.files = {self._name(path): path for path in sorted(package.rglob("*.py"))}
         self.sources = {name: path.read_text(encoding="utf-8") for name, path in self.files.items()}
-        self.trees = {name: ast.parse(source) for name, source in self.sources.items()}
+
+    @cached_property  # for those who only collect the tests of the house
+    def trees(self) -> dict[str, ast.Module]:
+        """The syntax tree of each module."""
+        return {name: ast.parse(source) for name, source in self.sources.items()}
 
     def _name(self, path: Path) -> str:
         return ".".join(path.relative_to(self.package.parent).with_suffix("").parts).removesuffix(".__init__")
