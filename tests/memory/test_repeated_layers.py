@@ -133,7 +133,13 @@ def test_what_a_layer_returns_beside_its_output_is_handed_on(ran: list[bool]) ->
     assert_equal(found, trace_step(model, STEP, every_layer=True))
 
 
-@pytest.mark.parametrize("name", ["full", "checkpoints", "LoRA, checkpoints", "micro-batches"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LoRA, checkpoints", "micro-batches"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "checkpoints")),
+    ],
+)
 def test_what_layers_of_one_kind_pass_to_those_of_another_one_is_handed_on(name: str, ran: list[bool]) -> None:
     """GLM-5.2: a layer finds the positions that the next one attends to as well."""
     own = ("full", "full", *(("shared", "full") * 12), "shared")
