@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from allocator import peak_above_start
 from allocator_truth import NEVER, above_start
 from models import WIDE, tokenizer
 from peft import LoraConfig, get_peft_model
-from test_trl_trainers import CONFIG, LORA, options, table, trl  # noqa: F401  # a fixture
-from transformers import LlamaConfig, LlamaForCausalLM
+from test_trl_trainers import CONFIG, LORA, made, options, table, trl  # noqa: F401  # a fixture
+from transformers import LlamaConfig
 
 from safe_loading import ArgumentError, Spread, Workload, audit_model, largest_micro_batch, predict_memory
 from safe_loading._memory.trace import fused_lm_head
@@ -22,10 +21,6 @@ from safe_loading._memory.trace.two_ends import trace_two_ends
 
 PROMPT, COMPLETION, ROWS, STEPS = 16, 48, 4, 2
 WORDS = " ".join(f"w{number}" for number in range(4, 4 + PROMPT))
-
-
-def made() -> Any:
-    return LlamaForCausalLM(copy.deepcopy(CONFIG)).train()  # a trainer writes to the config
 
 
 def grpo_trainer(trl: Any, model: Any, folder: Path, **settings: Any) -> Any:  # noqa: F811  # the fixture

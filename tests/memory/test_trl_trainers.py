@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from safe_loading._memory.trace.trace_step import trace_step
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 ROWS, TOKENS = 4, 64
+
+
+def made() -> Any:
+    return LlamaForCausalLM(copy.deepcopy(CONFIG)).train()  # a trainer writes to the config
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def kto_batch(length: int, mismatched: int) -> dict[str, torch.Tensor]:
 def test_the_second_pass_of_kto_is_within_the_forecast_of_its_longest_rows(
     trl: Any, tmp_path: Path, adapter: LoraConfig | None
 ) -> None:
-    model: Any = LlamaForCausalLM(CONFIG).train()
+    model: Any = made()
     step = Workload.train(ROWS, TOKENS, optimizer="none", adapter=adapter, fused_lm_head=True)
     step = step.replace(reference="model" if adapter is None else "adapter_off")
     alike, longer = (
@@ -76,7 +81,7 @@ def test_the_second_pass_of_kto_is_within_the_forecast_of_its_longest_rows(
         for length in (TOKENS, TOKENS + 16)
     )
     running = model if adapter is None else get_peft_model(model, adapter)
-    trainer = kto_trainer(trl, running, LlamaForCausalLM(CONFIG) if adapter is None else None, tmp_path)
+    trainer = kto_trainer(trl, running, made() if adapter is None else None, tmp_path)
 
     def allocated(mismatched: int) -> int:
         def run() -> None:
@@ -96,7 +101,7 @@ def test_the_second_pass_of_kto_is_within_the_forecast_of_its_longest_rows(
 
 
 def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LORA).train()
+    model = get_peft_model(made(), LORA).train()
     step = Workload.train(ROWS, TOKENS)
 
     def report(kind: type, **attributes: Any) -> Any:
