@@ -49,6 +49,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from safe_loading import Spread, Workload, predict_memory
+from safe_loading._model.formats import gptq
+from safe_loading._model.formats.packed_linear import PackedLinear
 from safe_loading.errors import SafeLoadingError
 
 QUICK = 2
@@ -150,6 +152,7 @@ def config_of(row: Row) -> PreTrainedConfig:
     """Return the config of a row's model, as far as memory depends on it."""
     kind, architecture, sizes, _ = MODELS[row.model]
     config: PreTrainedConfig = AutoConfig.for_model(kind, architectures=[architecture], **sizes)
+    config._experts_implementation = "eager"  # one expert after the other, as transformers 4.45
     return config
 
 
@@ -203,6 +206,8 @@ def publishers_engines(row: Row) -> Iterator[None]:
             stack.enter_context(mock.patch.object(GPTBigCodeForCausalLM, "forward", presents.forward))
         for norm in (GraniteRMSNorm, LlamaRMSNorm, MistralRMSNorm) if row.norms_cast else ():
             stack.enter_context(mock.patch.object(norm, "__init__", _norm_in_float32))
+        if row.method == "gptq":
+            stack.enter_context(mock.patch.object(gptq, "by_gptq_in_torch", _by_auto_gptq))
         if row.gpus > 1:
             stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__call__", _checkpointed))
         yield
@@ -219,6 +224,24 @@ def _checkpointed(unit: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> 
             return torch.nn.Module.__call__(unit, *args, **kwargs)
 
     return checkpoint(call, *args, use_reentrant=True)
+
+
+class _DequantizedTwice(torch.autograd.Function):
+    """A product with a weight that AutoGPTQ's Triton kernel writes anew for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, inside: int, outside: int) -> torch.Tensor:
+        ctx.shape = inside, outside
+        return torch.matmul(rows, rows.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.matmul(gradients[0], gradients[0].new_empty(ctx.shape).T), None, None
+
+
+def _by_auto_gptq(rows: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+    product: torch.Tensor = _DequantizedTwice.apply(rows, layer.in_features, layer.out_features)  # type: ignore[no-untyped-call]  # of torch
+    return product
 
 
 def _norm_in_float32(self: Any, hidden_size: int, eps: float = 1e-6) -> None:
