@@ -27,6 +27,19 @@ EXIT_CODES = """exit codes:
   3    it does not fit, or nothing that was searched does (plan, predict)
   130  Ctrl-C"""
 SCHEMA = 1  # of the JSON that commands print
+_STEP = "--train ROWSxTOKENS"
+# options of trainers and launchers, as patterns, and those here that say the same
+_OF_TRAINERS = {
+    r"(per.device.train.|micro.)?batch(.size)?|bs": _STEP,
+    r"(max.)?(model.)?(seq|sequence|context)?.?len(gth)?|block.size": _STEP,
+    r"gradient.accumulation.steps|grad.accum(.steps)?": "--accumulation N",
+    r"(load.in.)?4.?bit|qlora": "--quantization nf4",
+    r"(load.in.)?8.?bit": "--quantization int8",
+    r"lora.(r|rank|alpha|target.modules)|rank": "--lora r=16 alpha=32",
+    r"num.processes|nproc.per.node|(num|n|tensor.parallel).?(gpus?|size)": "--gpus N",
+    r"attn.implementation": "--attention NAME",
+    r"(torch.)?dtype|precision": "--dtype bfloat16",
+}
 
 
 class Answer(NamedTuple):
@@ -80,9 +93,16 @@ def error_as_json(error: Exception) -> str:
 def refuse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
     """End with the usage of a command and the words that it does not know, each with the option that is like it."""
     options = re.findall(r"--[\w-]+", parser.format_usage())
-    near = [like for word in words for like in difflib.get_close_matches(word, options, n=1)]
+    near = dict.fromkeys(like for word in words if word.startswith("--") for like in _like(word, options))
     meant = f"; did you mean {' and '.join(near)}?" if near else ""
     parser.error(f"unrecognized arguments: {' '.join(words)}{meant}")
+
+
+def _like(word: str, options: Sequence[str]) -> list[str]:
+    """Return the option that says the same as a word of trainers' command lines, or else is spelled like it."""
+    said = [here for words, here in _OF_TRAINERS.items() if re.fullmatch(f"--{words}", word.partition("=")[0])]
+    same = [here for here in said if here.partition(" ")[0] in options]
+    return same or difflib.get_close_matches(word, options, n=1)
 
 
 Run = Callable[[argparse.Namespace], Answer]

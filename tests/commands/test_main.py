@@ -75,6 +75,21 @@ def test_an_option_that_a_command_lacks_is_told_with_that_command_and_the_neares
     assert "safe_loading: error: unrecognized arguments: --colour" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--batch 4 --length 1024", "--train ROWSxTOKENS"),
+        ("--per_device_train_batch_size=4 --max_seq_length=1024", "--train ROWSxTOKENS"),
+        ("--gradient_accumulation_steps 4 --lora_r 8", "--accumulation N and --lora r=16 alpha=32"),
+        ("--load_in_4bit --num_processes 2", "--quantization nf4 and --gpus N"),
+        ("--torch_dtype float16", "--dtype bfloat16"),
+    ],
+)
+def test_options_of_trainers_are_told_by_those_that_say_the_same(good, capsys, typed, meant):
+    assert command_line.main(["predict", str(good), *typed.split()]) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
 def test_json_is_one_object(good, bad, capsys):
     assert command_line.main(["check", str(good), "--json", "--headers"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
