@@ -81,7 +81,7 @@ def test_an_option_that_a_command_lacks_is_told_with_that_command_and_the_neares
         ("--batch 4 --length 1024", "--train ROWSxTOKENS"),
         ("--per_device_train_batch_size=4 --max_seq_length=1024", "--train ROWSxTOKENS"),
         ("--gradient_accumulation_steps 4 --lora_r 8", "--accumulation N and --lora r=16 alpha=32"),
-        ("--load_in_4bit --num_processes 2", "--quantization nf4 and --gpus N"),
+        ("--load_in_4bit --num_processes 2", "--quantization NAME and --gpus N"),
         ("--torch_dtype float16", "--dtype bfloat16"),
     ],
 )
