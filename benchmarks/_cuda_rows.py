@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from _common import ROOT
+from accelerate.utils import convert_to_fp32
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
@@ -354,8 +355,11 @@ def step_of(model: Any, row: Row) -> Callable[[], None]:
         batch["labels"] = tokens(1)
         options = {"use_cache": False} if "use_cache" in names else {}
         with autocast:
-            loss = model(**batch, **options).loss
-        del batch
+            output = model(**batch, **options)
+        if row.autocast:
+            output = convert_to_fp32(output)
+        loss = output.loss
+        del output, batch
         loss.backward()
         del loss
         optimizer.step()

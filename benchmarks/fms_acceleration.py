@@ -8,7 +8,7 @@ These things differ in those of today, and are put in:
 - the loss copies the logits in float32 without their last token (``.contiguous()``), where transformers 5 pads the
   labels; that of gpt_bigcode copies them in 16 bits;
 - the gpt_bigcode of transformers 4.45 filled its cache under gradient checkpointing, too, with views that keep the
-  queries of all layers until the output is dropped; by then accelerate has copied 16-bit logits to float32;
+  queries of all layers until the output is dropped;
 - the Granite of transformers 4.45 returned the logits in float32 alone, and kept the hidden states beside them;
 - trl cast the norms of a base in 4 bits to float32 where FSDP did not shard it, so that the sums of layers, which
   checkpoints keep, are in float32 too;
@@ -201,7 +201,7 @@ def publishers_engines(row: Row) -> Iterator[None]:
         if "PowerLM" in row.model:
             stack.enter_context(mock.patch.object(GraniteForCausalLM, "forward", _forward_of_4_45))
         if "santacoder" in row.model:
-            presents = _Presents(in_float32=row.method == "nf4")
+            presents = _Presents()
             stack.enter_context(mock.patch.object(GPTBigCodeAttention, "forward", presents.attend))
             stack.enter_context(mock.patch.object(GPTBigCodeForCausalLM, "forward", presents.forward))
         for norm in (GraniteRMSNorm, LlamaRMSNorm, MistralRMSNorm) if row.norms_cast else ():
@@ -266,11 +266,10 @@ class _Presents:
     """The cache of GPTBigCode in transformers 4.45, which it fills under gradient checkpointing, too.
 
     It has views of what ``c_attn`` returned for queries, keys and values, so that all of that stays until the Trainer
-    drops the output. With accelerate's mixed precision the output's logits are copied to float32 before.
+    drops the output.
     """
 
-    def __init__(self, *, in_float32: bool) -> None:
-        self._in_float32 = in_float32
+    def __init__(self) -> None:
         self._kept: list[torch.Tensor] | None = None  # only in the forward pass, and not where a checkpoint repeats it
         attend, forward = GPTBigCodeAttention.forward, GPTBigCodeForCausalLM.forward
         cache = cast("Any", self)
@@ -280,15 +279,14 @@ class _Presents:
             return attend(attention, hidden, layer_past=cache, **kwargs)
 
         @functools.wraps(forward)
-        def forward_and_convert(model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithCrossAttentions:
+        def forward_and_keep(model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithCrossAttentions:
             kept = self._kept = []
             out: Any = forward(model, *args, **kwargs)
             self._kept = None
-            logits = out.logits.float() if self._in_float32 else out.logits
             presents = cast("Any", tuple(kept))
-            return CausalLMOutputWithCrossAttentions(loss=out.loss, logits=logits, past_key_values=presents)
+            return CausalLMOutputWithCrossAttentions(loss=out.loss, logits=out.logits, past_key_values=presents)
 
-        self.attend, self.forward = attend_and_keep, forward_and_convert
+        self.attend, self.forward = attend_and_keep, forward_and_keep
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the keys and values of a layer."""

@@ -114,6 +114,8 @@ ROWS = """
     case(lambda: autocast("llama", "nf4", half, road="device_map"), "nf4")
     case(lambda: autocast("llama", "full", "float32"), "attention in 16 bits")
     case(lambda: autocast("bert", "lora", "float32", checkpointing=True), "cross entropy of 16 bits")
+    case(lambda: autocast("bert", "full", "float32", optimizer="sgd", batch=8), "logits copied to float32 by accelerate")
+    case(lambda: autocast("t5", "full", "float32", optimizer="sgd", batch=8), "the same of a decoder")
 """
 
 
@@ -121,7 +123,7 @@ ROWS = """
 @pytest.mark.parametrize("card", ["A100", pytest.param("T4", marks=pytest.mark.slow)])
 def test_steps_under_autocast_take_what_torch_allocates(simulated_cuda: CudaRunner, card: str) -> None:
     pairs = simulated_cuda.run_rows(ROWS, card)
-    assert len(pairs) == 4
+    assert len(pairs) == 6
     for name, (predicted, real) in pairs.items():
         assert predicted == real, name
 

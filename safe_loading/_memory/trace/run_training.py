@@ -19,7 +19,7 @@ from .grpo_step import GrpoStep
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import Reference, reference_pass
-from .step_tensors import autocast, classify_inputs, field, tensors_of
+from .step_tensors import as_returned, autocast, classify_inputs, field, tensors_of
 from .trained_parameters import TrainedParameters
 
 NOTHING_TRAINED = (
@@ -116,10 +116,13 @@ def _forward(
     classify_inputs(batch, ledger)
     options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
     options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
-    with torch.enable_grad(), autocast(workload):
-        output = model(**batch, **options)
+    with torch.enable_grad():
+        with autocast(workload):
+            output = model(**batch, **options)
+        output = as_returned(output, workload)
         if reference is not None:
-            reference({**batch, **options})
+            with autocast(workload):
+                reference({**batch, **options})
         loss = _loss_of(output)
         del output, batch  # in the order of the Trainer
         return loss

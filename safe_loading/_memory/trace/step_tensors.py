@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 
 from safe_loading._core.workload import Workload
 
@@ -19,6 +21,11 @@ def autocast(workload: Workload) -> AbstractContextManager[object]:
     if workload.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=getattr(torch, workload.autocast))
+
+
+def as_returned(output: Any, workload: Workload) -> Any:
+    """Return an output of a model under accelerate's mixed precision, which copies it to float32 while it is there."""
+    return output if workload.autocast is None else convert_to_fp32(output)
 
 
 def classify_inputs(batch: object, ledger: Ledger) -> None:
