@@ -114,7 +114,7 @@ ROWS = """
     case(lambda: autocast("llama", "nf4", half, road="device_map"), "nf4")
     case(lambda: autocast("llama", "full", "float32"), "attention in 16 bits")
     case(lambda: autocast("bert", "lora", "float32", checkpointing=True), "cross entropy of 16 bits")
-    case(lambda: autocast("bert", "full", "float32", optimizer="sgd", batch=8), "logits copied to float32 by accelerate")
+    case(lambda: autocast("bert", "full", "float32", optimizer="sgd", batch=8), "logits in float32 from accelerate")
     case(lambda: autocast("t5", "full", "float32", optimizer="sgd", batch=8), "the same of a decoder")
 """
 
