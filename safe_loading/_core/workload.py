@@ -162,7 +162,7 @@ class Workload:
                 ``"adagrad"``, ``"rmsprop"``, ``"adafactor"``, ``"none"``; or a class such as ``torch.optim.AdamW``,
                 made with its default options. Of a paged optimizer only what is in no page is counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
-            autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast`` and to copy what it
+            autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``, and copy what it
                 returns to float32, as accelerate and the Trainer's ``bf16=True`` do.
             gradient_accumulation_steps: From 2 on, the gradients of the first micro-batch stay while the next runs.
             labels: Whether the model computes its own loss from labels.
