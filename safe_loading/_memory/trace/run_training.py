@@ -122,7 +122,7 @@ def _forward(
         output = as_returned(output, workload)
         if reference is not None:
             with autocast(workload):
-                reference({**batch, **options})
+                as_returned(reference({**batch, **options}), workload)
         loss = _loss_of(output)
         del output, batch  # in the order of the Trainer
         return loss
