@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from transformers import GPT2Config
+from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
 from safe_loading import Workload, predict_memory
 from safe_loading._memory.trace.cuda_autocast import cuda_autocast
 from safe_loading._memory.trace.cuda_paths import cuda_paths
+from safe_loading._memory.trace.trace_step import trace_step
 
 if TYPE_CHECKING:
     from cuda_runs import CudaRunner
@@ -50,6 +51,7 @@ CALLS = {
         "x * x",
     ],
 }
+BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 NAMES = {"functional": functional, "torch": torch}
 EACH = [(dtype, text) for dtype, texts in CALLS.items() for text in texts]
 
@@ -97,6 +99,15 @@ def test_norms_and_powers_take_more_under_autocast_than_in_16_bits() -> None:
     of_a_width = 2 * 8 * 128 * 64  # bytes of a hidden state in 16 bits
     # in each layer two norms keep a copy of their input, and the activation four tensors of four widths, in float32
     assert cast - plain > 2 * (2 * 2 + 4 * 4) * of_a_width
+
+
+def test_what_a_model_returns_in_16_bits_is_copied_to_float32() -> None:
+    """accelerate does so behind the autocast, while the loss keeps its own copy of the logits or their logarithms."""
+    model = BertForMaskedLM(BertConfig(**{**BERT, "vocab_size": 1001}))
+    step = Workload.train(2, 16, autocast="bfloat16")
+    made = trace_step(model, step).allocations
+    logits = [each for each in made if each.bytes == 2 * 16 * 1001 * 4 and each.phase == "forward"]
+    assert logits[-1].op == "aten._to_copy.default"
 
 
 ROWS = """
