@@ -205,3 +205,12 @@ def test_a_classifier_of_several_rows_has_a_padding_token_as_everybody_sets_it(t
     assert {predict_memory(model, TRAIN, context_bytes=0).allocated_peak_bytes} == {
         forecast.allocated_peak_bytes for forecast in forecasts
     }
+
+
+def test_pairs_of_sentences_and_sounds_have_one_label_each() -> None:
+    pairs = made("BertForNextSentencePrediction")
+    trace = trace_step(pairs, TRAIN)
+    assert [block.bytes for block in trace.allocations if block.component == "inputs"][-1] == 2 * 8
+    sounds = {"input_values": torch.empty(2, 1024, 128, device="meta")}
+    trace = trace_step(made("ASTForAudioClassification"), TRAIN, inputs=sounds)
+    assert [block.bytes for block in trace.allocations if block.component == "inputs"][-1] == 2 * 8

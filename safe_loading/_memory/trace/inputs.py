@@ -19,7 +19,12 @@ from safe_loading.errors import TraceError
 
 from .known_values import KnownValues
 
-_ONE_LABEL_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+_KINDS = ("Sequence", "Image", "Audio", "Video")
+_ONE_LABEL_PER_ROW = (
+    *(f"For{kind}Classification" for kind in _KINDS),
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+)
 _NUMBERS_FOR_EACH_CLASS = ("regression", "multi_label_classification")
 _VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
 _OF_TASKS = ("POLY", "MULTITASK_PROMPT_TUNING")  # methods of peft that are told the task of each row
