@@ -355,7 +355,7 @@ def step_of(model: Any, row: Row) -> Callable[[], None]:
         batch["labels"] = tokens(1)
         options = {"use_cache": False} if "use_cache" in names else {}
         with autocast:
-            output = model(**batch, **options)
+            output: Any = model(**batch, **options)
         if row.autocast:
             output = convert_to_fp32(output)
         loss = output.loss
