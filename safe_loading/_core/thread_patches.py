@@ -41,10 +41,14 @@ def patched_item(mapping: MutableMapping[str, Any], key: str, replacement: Calla
 
 @contextmanager
 def _replaced(place: _Attribute, replacement: object, *, create: bool) -> Iterator[None]:
+    key = id(place.owner), place.name
     with _GUARD:
-        place = _PLACES.setdefault((id(place.owner), place.name), place)
-        if not place.blocks:
+        known = _PLACES.get(key)
+        if known is None:
+            # known once it is installed: where Ctrl-C comes in between, what stands there shows the original
             place.install(create=create)
+            _PLACES[key] = place
+        place = known or place
         place.blocks += 1
     stack = place.stack()
     stack.append(replacement)
@@ -55,7 +59,7 @@ def _replaced(place: _Attribute, replacement: object, *, create: bool) -> Iterat
         with _GUARD:
             place.blocks -= 1
             if not place.blocks:
-                del _PLACES[id(place.owner), place.name]
+                del _PLACES[key]
                 place.remove()
 
 
@@ -93,7 +97,6 @@ class _Attribute:
         """Put the stand-in into the place of the original."""
         self.original, self._was_own = self._read()
         if self.original is _MISSING and not create:
-            del _PLACES[id(self.owner), self.name]
             raise AttributeError(f"{self.owner!r} has no {self.name}")
         self._stand_in = _stand_in(self)
         self._write(self._stand_in)

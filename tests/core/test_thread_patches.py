@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from torch.nn import functional
 
-from safe_loading._core.thread_patches import patched, patched_item
+from safe_loading._core import thread_patches
+from safe_loading._core.thread_patches import patched, patched_item, seen_here
 
 
 @contextmanager
@@ -139,3 +141,18 @@ def test_torch_compile_looks_through_a_patch_of_another_thread() -> None:
 
         assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 0.5))
     assert functional.softmax is own
+
+
+def test_ctrl_c_while_a_patch_begins_leaves_the_original_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    true_dropout = functional.dropout
+    with monkeypatch.context() as patches:
+        patches.setattr(thread_patches._Attribute, "install", interrupted)
+        with pytest.raises(KeyboardInterrupt), patched(functional, "dropout", print):
+            pass
+    assert seen_here(functional, "dropout") is true_dropout
+    with patched(functional, "dropout", print):
+        assert seen_here(functional, "dropout") is print
+    assert functional.dropout is true_dropout

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from allocator_truth import above_start
-from interrupts import interrupted_at
+from interrupts import answers_for_a_device, interrupted_at
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_config
 from torch import nn
@@ -416,6 +418,29 @@ def test_no_line_of_python_runs_where_a_storage_ends_and_an_interrupt_would_be_l
         del tensor
     assert lines.count == 0
     assert ledger.events == [(0, False), (0, True)]
+
+
+def test_ctrl_c_where_torch_asks_for_a_device_comes_at_the_next_operation() -> None:
+    """C++ asks in functions that let no exception through: one would end the process."""
+    asked = 0
+
+    def local(frame: Any, event: str, _: Any) -> Any:
+        nonlocal asked
+        if event == "line" and answers_for_a_device(frame):
+            asked += 1
+            if asked == 40:
+                signal.raise_signal(signal.SIGINT)
+        return local
+
+    before, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_name == "__torch_dispatch__" else None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            predict_memory(tiny_config("LlamaForCausalLM"), Workload.train(2, 16))
+    finally:
+        sys.settrace(before)
+    assert asked >= 40
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_the_autocast_of_the_caller_is_not_that_of_the_step() -> None:

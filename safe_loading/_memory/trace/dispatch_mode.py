@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from safe_loading._core.interrupts import HeldSignals
+
 from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
@@ -62,6 +64,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self.ledger = ledger
         self.values = values
         self.problems: dict[Problem, None] = {}  # a set that keeps its order
+        self.held = HeldSignals()  # Ctrl-C among them, until the next operation
         self._cache = cache
         self._multi_device = multi_device
         self._in_hook = False
@@ -86,7 +89,11 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     ) -> Any:
         """Run one operation."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # C++ code asks for devices more often than operations run
+            # C++ code asks for devices more often than operations run, and an exception in its question would end the
+            # process (std::terminate): that is why signals are held back
+            return args[0].fake_device
+        if self.held.arrived:
+            self.held.deliver()
         call = OperationCall(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:  # Tensor.item()
             return self.values.item(args[0], self._module)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import import_utils
 
 from safe_loading._core import progress
-from safe_loading._core.interrupts import undone
+from safe_loading._core.interrupts import signals_held, undone
 from safe_loading._core.spread import Spread
 from safe_loading._core.stubs import answer_no
 from safe_loading._core.thread_patches import patched
@@ -197,7 +197,14 @@ def _run(
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
-    with _isolated(mode.values.generators), attention_stand_ins(model), functions, functions.whole_lists(), maker.mode:
+    with (
+        signals_held() as mode.held,
+        _isolated(mode.values.generators),
+        attention_stand_ins(model),
+        functions,
+        functions.whole_lists(),
+        maker.mode,
+    ):
         reference = reference_to_shard(model, workload, sharding[0] if sharding else None)
         tensors = FakeTensors(maker, ledger, mode.values, where)
         tensors.replace_tensors(model)
