@@ -11,6 +11,7 @@ from allocator_truth import above_start
 from models import SIZES, WIDE
 from peft import LoraConfig
 from rank_server import RankServer
+from test_forecast_spread import HOOK
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,14 +89,6 @@ PLACED = """
         report(**{name: peak_above_start(step)})
     dist.destroy_process_group()
 """
-# the futures of torch's fake group hold nothing, which DDP reads unless it has a hook of its own
-HOOK = """
-            def at_once(state, bucket):
-                done = torch.futures.Future()
-                done.set_result(bucket.buffer())
-                return done
-            wrapped.register_comm_hook(None, at_once)
-"""
 MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"kind": "ddp", "ranks": 2},
@@ -154,7 +147,10 @@ def measured(rank: int, options: dict[str, Any]) -> int:
     """The peak of a rank with real tensors, in a group whose other ranks are not there."""
     start = f"""dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size={options["ranks"]})"""
     found: dict[str, int] = {}
-    exec(script(start, HOOK, {"case": options}), {"FakeStore": FakeStore, "report": found.update})
+    exec(
+        script(start, textwrap.indent(HOOK, " " * 4), {"case": options}),
+        {"FakeStore": FakeStore, "report": found.update},
+    )
     return found["case"]
 
 
