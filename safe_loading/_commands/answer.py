@@ -99,7 +99,7 @@ def refuse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoR
 
 def _like(word: str, options: Sequence[str]) -> list[str]:
     """Return the option that says the same as a word of trainers' command lines, or else is spelled like it."""
-    said = [here for words, here in _OF_TRAINERS.items() if re.fullmatch(f"--{words}", word.partition("=")[0])]
+    said = [here for words, here in _OF_TRAINERS.items() if re.fullmatch(f"--(?:{words})", word.partition("=")[0])]
     same = [here for here in said if here.partition(" ")[0] in options]
     return same or difflib.get_close_matches(word, options, n=1)
 

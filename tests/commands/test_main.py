@@ -83,6 +83,8 @@ def test_an_option_that_a_command_lacks_is_told_with_that_command_and_the_neares
         ("--gradient_accumulation_steps 4 --lora_r 8", "--accumulation N and --lora r=16 alpha=32"),
         ("--load_in_4bit --num_processes 2", "--quantization NAME and --gpus N"),
         ("--torch_dtype float16", "--dtype bfloat16"),
+        ("--bs 4 --block_size 512", "--train ROWSxTOKENS"),
+        ("--grad_accum_steps 4 --rank 8 --qlora", "--accumulation N and --lora r=16 alpha=32 and --quantization NAME"),
     ],
 )
 def test_options_of_trainers_are_told_by_those_that_say_the_same(good, capsys, typed, meant):
