@@ -39,7 +39,7 @@ from .report import FROM_PRETRAINED
 
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
 # what torch's allocator of the host says, and the system, of a mapping
-_HOST_IS_FULL = re.compile("can't allocate memory|Cannot allocate memory", re.IGNORECASE)
+_HOST_IS_FULL = re.compile("can('t|not) allocate memory", re.IGNORECASE)
 
 LoadingInfo = Mapping[str, Iterable[object]]
 """What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""

@@ -119,10 +119,12 @@ def _forward(
     with torch.enable_grad():
         with autocast(workload):
             output = model(**batch, **options)
-        output = as_returned(output, workload)
+        output = as_returned(output, workload)  # after autocast's end, which frees the weights that it has cast
         if reference is not None:
             with autocast(workload):
-                as_returned(reference({**batch, **options}), workload)
+                referred = reference({**batch, **options})
+            as_returned(referred, workload)
+            del referred
         loss = _loss_of(output)
         del output, batch  # in the order of the Trainer
         return loss
