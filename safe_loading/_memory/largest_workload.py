@@ -12,11 +12,11 @@ from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.parse_size import Limits
 from safe_loading._core.workload import Workload
+from safe_loading._model.layout.source_model import config_of
 from safe_loading._model.positions import positions_of
 from safe_loading.errors import ArgumentError
 
 from .plan.options import PlanOptions
-from .plan.planned_model import config_of
 from .plan.size_search import SizeSearch
 from .plan_device_map import plan_request
 from .trace.read_adapter import as_passed
@@ -78,7 +78,6 @@ def _most(model: object, vary: str, options: PlanOptions) -> int:
         return _MOST
     config = getattr(model, "config", model)
     if isinstance(model, (str, os.PathLike)):
-        asked = options.get("attn_implementation")
         hub = HubOptions(options.get("revision"), options.get("subfolder"), options.get("token"))
-        config = config_of(model, bool(options.get("trust_remote_code", False)), asked, hub)
+        config = config_of(model, options, hub)
     return positions_of(config) or _MOST

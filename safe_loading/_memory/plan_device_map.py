@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,19 +14,26 @@ from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability
 from safe_loading._core.engine_names import PLAN, PlanNames
 from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, Size, parse_device, parse_limits, parse_size
+from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.layout.source_model import ModelSource, model_of
 from safe_loading._model.positions import long_rows
-from safe_loading._model.quantized.kbit_preparation import KbitPreparation, check_preparation
+from safe_loading._model.quantized.kbit_preparation import (
+    KbitPreparation,
+    check_preparation,
+    preparation_assumed,
+    prepare_base,
+)
 from safe_loading._model.quantized_meta_model import QuantizationConfig
 from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError
 
 from .plan.device_map_plan import DeviceMapPlan
 from .plan.device_memory import CUDA_CONTEXT, accelerator, capability_here, free_host, free_now
-from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
+from .trace.inputs import assume_padding_token
 from .trace.read_adapter import with_read_adapter
 
 if TYPE_CHECKING:
@@ -178,13 +185,11 @@ def plan_request(
     capability = capability_here() if capability is None and max_memory is None else capability
     if capability is not None:
         compute_capability(capability)
+    options = {"dtype": dtype, "quantization_config": quantization_config, "auto_class": auto_class}
     build = functools.partial(
-        model_of,
+        _planned_model,
         model,
-        dtype=dtype,
-        quantization_config=quantization_config,
-        auto_class=auto_class,
-        trust_remote_code=trust_remote_code,
+        options | {"trust_remote_code": trust_remote_code},
         card=TargetCard(
             capability,
             on_host=all(device in HOST for device in limits),
@@ -211,6 +216,29 @@ def plan_request(
         node_of=_node_of(nodes, limits, offload),
         with_attention=lambda name: build(attn_implementation=name)[0],
     )
+
+
+def _planned_model(
+    source: ModelSource,
+    options: Mapping[str, Any],
+    *,
+    card: TargetCard,
+    prepare_for_kbit: KbitPreparation | None,
+    hub: HubOptions,
+    attn_implementation: str | None,
+) -> tuple[torch.nn.Module, Sequence[Finding]]:
+    """Return the model to plan for and the findings about it; ``options`` are those of `model_of`."""
+    asked = {**options, "attn_implementation": attn_implementation}
+    made = model_of(source, asked, card=card, hub=hub, whole=True)
+    if isinstance(source, torch.nn.Module):
+        return source, ()
+    assume_padding_token(made.model)
+    if not (card.trains and made.packs_on_device):
+        return made.model, made.findings
+    preparation = check_preparation(prepare_for_kbit)
+    prepare_base(made.model, preparation)
+    assumed = [preparation_assumed(preparation)] if prepare_for_kbit is None else []
+    return made.model, (*made.findings, *assumed)
 
 
 def _check_choices(objective: str, offload: str) -> None:

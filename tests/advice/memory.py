@@ -156,10 +156,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/plan/pipeline_stages.py": {
         "Plan without offload=": "memory/test_plan_stages.py::test_what_is_no_pipeline_is_refused_and_the_advice_works"
     },
-    "_memory/plan/planned_model.py": {
-        "pass a hub id": _CALL,
-        "Pass the module itself": f"{_ADVISED}test_a_module_that_cannot_be_built_on_meta_is_passed_itself",
-    },
     "_memory/plan/planner.py": {
         "put the modules that it reads on one device": "memory/test_plan_device_map_merges.py::"
         "test_a_map_that_was_edited_is_counted_anew",

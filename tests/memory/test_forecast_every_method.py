@@ -20,8 +20,8 @@ from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import AdapterError, ArgumentError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
-from safe_loading._memory.forecast import build_model
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.layout import source_model
 from safe_loading._sharding.setup import assign_roles
 
 SIZES: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **LLAMA_SIZES}
@@ -349,7 +349,7 @@ def test_what_no_trace_follows_is_refused_before_a_model_is_built(
     def build(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(build_model, "quantized_meta_model", build)
+    monkeypatch.setattr(source_model, "quantized_meta_model", build)
     step = Workload.train(ROWS, COLUMNS, adapter=config)
     for model, workload in ((LlamaConfig(**SIZES), step), (tmp_path / "adapter", step.replace(adapter=None))):
         with pytest.raises(TraceError, match="cannot be traced"):

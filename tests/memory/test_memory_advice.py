@@ -100,7 +100,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
     ),
     "no model": (
         lambda: plan_device_map(any_of(3), {0: "1GB"}),
-        "pass a hub id, a folder, a config of transformers, or a torch module",
+        "pass a folder, a hub id or one of Module, PreTrainedConfig",
         lambda: (planned(), plan_device_map(meta_model(CONFIG), {0: "1GB"})),
     ),
     "weights that have no rows": (
@@ -308,7 +308,7 @@ def test_a_module_that_cannot_be_built_on_meta_is_passed_itself() -> None:
             super().__init__(config)
             self.count = float(self.lm_head.weight.sum())  # of values, which meta has not
 
-    advice = r"Correct the config, or pass the class that it is for|Pass the module itself, or auto_class="
+    advice = "Correct the config, or pass the class that it is for"
     with pytest.raises(ArgumentError, match=advice):
         plan_device_map(CONFIG, {0: "1GB"}, auto_class=any_of(Counting))
     assert plan_device_map(Counting(CONFIG), {0: "1GB"})

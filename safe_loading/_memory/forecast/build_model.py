@@ -13,7 +13,6 @@ from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
-from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
@@ -23,9 +22,7 @@ from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._memory.trace.trace_error import refuse_untraced_methods
 from safe_loading._model.formats.format import AMPERE, TargetCard
 from safe_loading._model.formats.packed_linear import StandIn
-from safe_loading._model.layout.packed_modules import modules_in_folder
-from safe_loading._model.layout.ties import untie_as_in_folder
-from safe_loading._model.model_config import read_config
+from safe_loading._model.layout.source_model import ANYWHERE, ModelSource, model_of
 from safe_loading._model.quantized.kbit_preparation import (
     KbitPreparation,
     cast_by_peft,
@@ -33,12 +30,7 @@ from safe_loading._model.quantized.kbit_preparation import (
     prepare_base,
 )
 from safe_loading._model.quantized.stand_ins import stand_ins_of, unpacked_copies
-from safe_loading._model.quantized_meta_model import quantized_meta_model
-from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError
-
-_ANYWHERE = HubOptions()
-ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -55,38 +47,29 @@ class Built:
 
 
 def build(
-    source: ForecastSource,
+    source: ModelSource,
     workload: Workload,
     options: Mapping[str, Any],
     preparation: KbitPreparation,
     card: TargetCard | None = None,
-    hub: HubOptions = _ANYWHERE,
+    hub: HubOptions = ANYWHERE,
 ) -> Built:
     """Return the model of a source, or raise `ArgumentError`.
 
-    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
-    ``quantization_config``. `preparation` says who prepares what is in 4 or 8 bits and trained.
+    The options are those of `model_of`. `preparation` says who prepares what is in 4 or 8 bits and trained.
     """
     workload = with_read_adapter(workload)
     refuse_adapter(workload.adapter)  # before seconds are spent on a model
-    if isinstance(source, torch.nn.Module):
-        superfluous = [name for name, value in options.items() if value not in (None, False)]
-        if superfluous:
-            raise ArgumentError(f"{superfluous} are for a config or a folder; this model is built already.")
-        hub.refuse_for(source)
-        refuse_split(source)
-        return Built(source, type(source).__name__, workload, Loading())
-    if not isinstance(source, PreTrainedConfig):
+    if isinstance(source, (str, os.PathLike)):
         asked = Path(path_text(source, "model")).expanduser()
         if os.path.lexists(asked / ADAPTER_CONFIG):
             source, workload = _adapted(asked, workload)
-    config, folder = _config_of(source, options, hub)
-    made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
+    made = model_of(source, options, card=card, hub=hub)
     model = made.model
-    config_name = getattr(config, "_name_or_path", "") or config.model_type
-    name = config_name if isinstance(source, PreTrainedConfig) else os.fspath(source)
-    findings = [*made.findings, *untie_as_in_folder(model, folder)]
-    notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in findings]
+    if isinstance(source, torch.nn.Module):
+        return Built(model, type(model).__name__, workload, Loading(), capability=made.capability)
+    notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in made.findings]
+    name = os.fspath(source) if not isinstance(source, PreTrainedConfig) else source._name_or_path or source.model_type
     if assume_padding_token(model):
         notes.append("A padding token is assumed: the config names none, without which a batch has one row.")
     if not made.packs_on_device:
@@ -130,19 +113,3 @@ def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
             f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
         )
     return base, workload if workload.adapter is not None else workload.replace(adapter=read)
-
-
-def _config_of(
-    source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any], hub: HubOptions
-) -> tuple[PreTrainedConfig, ModelFolder | None]:
-    """Return a source's config and the folder that it is in: of a hub id its snapshot, with weights if it has them."""
-    if isinstance(source, PreTrainedConfig):
-        hub.refuse_for(source)
-        return source, None
-    opened = ModelFolder(hub.find(source))
-    asked = [name for name, value in options.items() if value is not None]
-    config = read_config(
-        opened.path, trust_remote_code=options["trust_remote_code"], document=opened.config, asked=asked
-    )
-    opened.require_unchanged()  # transformers has read it again
-    return config, opened

@@ -1,0 +1,89 @@
+"""The model of a source, for forecasts, plans and audits: as it was passed, or on meta, quantized as it will be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from safe_loading._checkpoint.faults import raise_faults
+from safe_loading._checkpoint.hub import HubOptions
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._core.arguments import model_source
+from safe_loading._core.report import errors_of
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.model_config import read_config
+from safe_loading._model.quantized_meta_model import QuantizedModel, quantized_meta_model
+from safe_loading._model.zero3 import refuse_split
+from safe_loading.errors import ArgumentError
+
+from .packed_modules import modules_in_folder
+from .ties import untie_as_in_folder
+
+ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
+# A folder with a config and no weights is enough; so is one whose weights are pickles, which stay unread.
+_NO_WEIGHTS = ("weights-missing", "pickle-only", "no-tensors")
+ANYWHERE = HubOptions()
+
+
+def model_of(
+    source: ModelSource,
+    options: Mapping[str, Any],
+    *,
+    card: TargetCard | None = None,
+    hub: HubOptions = ANYWHERE,
+    whole: bool = False,
+) -> QuantizedModel:
+    """Return the model of a source with the findings about it.
+
+    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
+    ``quantization_config``; ``whole`` asks for a folder whose weights, if it has any, can be loaded.
+
+    Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
+    configs only; `CheckpointError` when the folder's config, or its weights if they must be whole, are damaged;
+    `CheckpointNotFound` without a folder.
+    """
+    model_source(source, "model", torch.nn.Module, PreTrainedConfig)
+    if isinstance(source, torch.nn.Module):
+        superfluous = [name for name, value in options.items() if value not in (None, False)]
+        if superfluous:
+            raise ArgumentError(
+                f"{', '.join(superfluous)}: for a config or a folder; this {type(source).__name__} is built already."
+            )
+        hub.refuse_for(source)
+        refuse_split(source)
+        return QuantizedModel(source)
+    config, folder = _config_and_folder(source, options, hub)
+    on_disk = folder is not None and isinstance(source, (str, os.PathLike)) and Path(source).expanduser().is_dir()
+    if whole and folder is not None and on_disk:
+        faults = errors_of(folder.inspect_checkpoint(kind="model")[1])
+        if any(fault.code not in _NO_WEIGHTS for fault in faults):
+            raise_faults(folder.path, faults)
+    made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
+    return made._replace(findings=(*made.findings, *untie_as_in_folder(made.model, folder)))
+
+
+def config_of(
+    source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any], hub: HubOptions = ANYWHERE
+) -> PreTrainedConfig:
+    """Return the config of a source; the options are those of `model_of`."""
+    return _config_and_folder(source, options, hub)[0]
+
+
+def _config_and_folder(
+    source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any], hub: HubOptions
+) -> tuple[PreTrainedConfig, ModelFolder | None]:
+    """Return a source's config and the folder that it is in: of a hub id its snapshot, with weights if it has them."""
+    if isinstance(source, PreTrainedConfig):
+        hub.refuse_for(source)
+        return source, None
+    opened = ModelFolder(hub.find(source))
+    asked = [name for name, value in options.items() if value is not None]
+    trusted = bool(options.get("trust_remote_code"))
+    config = read_config(opened.path, trust_remote_code=trusted, document=opened.config, asked=asked)
+    opened.require_unchanged()  # transformers has read it again
+    return config, opened
