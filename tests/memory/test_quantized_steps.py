@@ -34,6 +34,7 @@ from safe_loading._core.interrupts import undone
 from safe_loading._memory.trace.attached_adapter import with_adapter
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.quantized.kbit_preparation import prepare_base
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import quantized_meta_model
@@ -383,3 +384,11 @@ def trace_of(config: dict[str, Any], workload: Workload) -> StepTrace:
     model = quantized_meta_model(LLAMA, config).model
     with with_stand_ins(model):
         return trace_step(model, workload)
+
+
+def test_a_model_in_fp8_that_is_built_already_is_for_an_h100_as_its_config_is() -> None:
+    config, quantization = METHODS["fp8"]
+    built = quantized_meta_model(config, quantization, card=TargetCard((9, 0))).model
+    of_module = predict_memory(built, Workload.generate(1, 16))
+    of_config = predict_memory(config, Workload.generate(1, 16), quantization_config=quantization)
+    assert of_module.allocated_peak_bytes == of_config.allocated_peak_bytes
