@@ -18,7 +18,7 @@ from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import class_to_build
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 

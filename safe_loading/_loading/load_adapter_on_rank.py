@@ -17,7 +17,7 @@ from safe_loading._core.log import logger
 from safe_loading._core.walk import unordered_modules
 from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_contexts, contexts, guarded, own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank

@@ -15,7 +15,7 @@ from safe_loading._core.engine_names import LOAD, LoadNames
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
 from safe_loading._model.peft_layers import has_adapters
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import (
     check_contexts,
     check_not_shared,

@@ -23,8 +23,9 @@ from safe_loading._model.quantized.kbit_preparation import (
 )
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import QuantizationConfig
-from safe_loading._model.torch_state import tensors_on_host, undone_when_raised
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading._model.zero3 import refuse_split
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import (

@@ -26,9 +26,9 @@ from safe_loading._loading.folder_findings import base_findings
 from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.layout.tensor_contents import REPORT
-from safe_loading._model.torch_state import tensors_on_host
 from safe_loading._output.output_folder import check_apart, output_path
 from safe_loading._output.stage import Records, Stage
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import guarded, own_device
 from safe_loading.errors import ArgumentError
 

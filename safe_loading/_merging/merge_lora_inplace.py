@@ -21,7 +21,7 @@ from safe_loading._core.report import Finding, MiB
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.peft_layers import tuner_of, without_peft_levels
 from safe_loading._model.quantized.recognize import is_quantized
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading.errors import ArgumentError
 
 from .report import InplaceMergeReport, MergedWeight

@@ -26,7 +26,7 @@ from safe_loading._loading.check_checkpoint import check_checkpoint
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
 from safe_loading._model.formats.registry import STORED, format_named
 from safe_loading._model.formats.stored import QuantizedTensor
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
 
 from .disk.changes import Changes

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -81,14 +80,6 @@ class TorchState:
             torch.set_default_dtype(self._dtype)
         if self._random is not None:
             torch.set_rng_state(self._random)
-
-
-@contextlib.contextmanager
-def tensors_on_host() -> Iterator[None]:
-    """Make the host the device of tensors that are made without one, in the place of torch's default device."""
-    # torch sends every function through the mode of a default device, so that none is entered where it changes nothing
-    with torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext():
-        yield
 
 
 def undone_when_raised(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -9,6 +9,7 @@ import torch
 from safe_loading._core.log import logger
 from safe_loading.errors import ArgumentError, DeviceError
 
+from .default_device import default_device
 from .launcher import Launcher, VisibleDevices, read_launcher, read_visible_devices
 
 
@@ -18,8 +19,9 @@ def device_for_rank(local_rank: int | None = None) -> torch.device:
     The rank on this node comes from the argument, else from the launcher: ``LOCAL_RANK`` (torchrun, accelerate,
     deepspeed), then Open MPI, MPICH and Intel MPI, MVAPICH2, PALS, then Slurm inside a step of several tasks. The
     global ``RANK`` is never used. A process that sees a single device of its own (``CUDA_VISIBLE_DEVICES=3``, or a
-    UUID) has it at index 0, whatever its rank. A single process gets the current device of the calling thread, which
-    is the one that ``torch.cuda.set_device`` chose, or device 0.
+    UUID) has it at index 0, whatever its rank. A single process gets the device of ``torch.set_default_device`` (or
+    ``with torch.device(...)``) if that is an accelerator, else the current device of the calling thread, which is the
+    one that ``torch.cuda.set_device`` chose, or device 0.
 
     Args:
         local_rank: The rank of this process on its node, from 0; ``None`` asks the launcher.
@@ -75,6 +77,9 @@ def _is_initialized(device_type: str) -> bool:
 
 
 def _index_of_single_process(device_type: str, count: int) -> int:
+    default = default_device()
+    if default.type == device_type and default.index is not None:
+        return default.index
     if _is_initialized(device_type):
         return torch.accelerator.current_device_index()
     if count > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPol
 
 from safe_loading._core.engine_names import WRAP, WrapNames
 from safe_loading._core.log import logger
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_not_shared, owned_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_folders import check_same_folders

@@ -215,9 +215,19 @@ def test_a_single_process_keeps_the_device_that_it_has_made_current(environ: dic
     assert device_for_rank() == torch.device("cuda", 5)
 
 
-def test_a_rank_does_not_follow_the_current_device(machine: Machine):
+def test_a_single_process_takes_the_device_that_it_has_made_the_default(machine: Machine):
+    machine({}, count=8, current=5)
+    with torch.device("cuda:3"):
+        assert device_for_rank() == torch.device("cuda", 3)
+    with torch.device("meta"):
+        assert device_for_rank() == torch.device("cuda", 5)
+
+
+def test_a_rank_follows_neither_the_current_nor_the_default_device(machine: Machine):
     machine({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, count=8, current=5)
     assert device_for_rank() == torch.device("cuda", 1)
+    with torch.device("cuda:3"):
+        assert device_for_rank() == torch.device("cuda", 1)
 
 
 def test_the_current_device_of_an_idle_backend_is_not_asked_for(machine: Machine, monkeypatch: pytest.MonkeyPatch):

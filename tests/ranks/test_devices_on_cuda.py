@@ -106,3 +106,18 @@ def test_ranks_that_see_one_card_between_them_share_it_by_name_alone(
             assert facts[verb].startswith("Several ranks have the same device")
             assert "ranks [0, 1] own " in facts[verb]
         assert (facts["named"], facts["contexts"]) == (None, [0])
+
+
+DEFAULT = """
+    from safe_loading import load_peft_on_rank
+    torch.set_default_device("cuda:1")
+    model = load_peft_on_rank(*sys.argv[1:])
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    report(devices=sorted(devices), contexts=contexts())
+"""
+
+
+def test_a_single_process_loads_onto_its_default_device(cuda: CudaRunner, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    facts = cuda.run(DEFAULT, args=[base, save_adapter(tmp_path / "adapter", base)])
+    assert (facts["devices"], facts["contexts"]) == (["cuda:1"], [1])

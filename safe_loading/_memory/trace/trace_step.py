@@ -24,7 +24,7 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.torch_state import tensors_on_host
+from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import OwnGenerators, own_generators
 from safe_loading._sharding.adapter_methods import past_hooks
