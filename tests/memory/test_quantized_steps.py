@@ -392,3 +392,15 @@ def test_a_model_in_fp8_that_is_built_already_is_for_an_h100_as_its_config_is() 
     of_module = predict_memory(built, Workload.generate(1, 16))
     of_config = predict_memory(config, Workload.generate(1, 16), quantization_config=quantization)
     assert of_module.allocated_peak_bytes == of_config.allocated_peak_bytes
+
+
+def test_checkpointing_drops_what_peft_adds_up_of_experts_in_fp8() -> None:
+    """peft adds an adapter of experts to all of their codes in each forward pass."""
+    adapter = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=["gate_up_proj"], task_type="CAUSAL_LM")
+    step = Workload.train(1, 16, adapter=adapter, gradient_checkpointing=True)
+    kept = []
+    for layers in (2, 4):
+        config = type(MOE)(**{**MOE.to_diff_dict(), "num_hidden_layers": layers})
+        found = predict_memory(config, step, quantization_config=FP8)
+        kept.append(found.components["saved_activations"])
+    assert kept[1] - kept[0] < MOE.num_experts * 2 * MOE.moe_intermediate_size * MOE.hidden_size

@@ -98,13 +98,13 @@ class _GroupedProduct(torch.autograd.Function):
         tokens_per_expert: torch.Tensor,
         block_size: object,
     ) -> torch.Tensor:
-        ctx.weight, ctx.offsets = weight, offsets
+        ctx.save_for_backward(weight, scales, offsets)  # which checkpointing drops
         return _grouped_product(x, weight, scales)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = grads[0].contiguous()
-        experts, rows, columns = ctx.weight.shape
+        experts, rows, columns = ctx.saved_tensors[0].shape
         chunk = max(1, _GroupedProduct.dequant_budget_bytes // (rows * columns * gradient.itemsize))
         if chunk >= experts:
             dequantized = gradient.new_empty((experts, rows, columns))
