@@ -28,7 +28,8 @@ from safe_loading._model.quantized_meta_model import QuantizationConfig
 from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError
 
-from .forecast.build_model import build, loading_of_layers
+from .forecast.build_model import Built, build, loading_of_layers
+from .forecast.idle_parts import idle_parts
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
@@ -170,7 +171,7 @@ def predict_memory(
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
         phases=peaks_of_phases(trace, device, _PHASES, sum(workspaces)) if workload.kind == "generate" else {},
-        notes=(f"Context: {source}.", *_notes(workload, spread, of_scans), *made.notes, *trace.assumptions),
+        notes=(f"Context: {source}.", *_notes(made, trace, spread, of_scans, inputs)),
         events=events,
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
@@ -293,9 +294,16 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return parameters or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _notes(workload: Workload, spread: Spread | None, scans: tuple[str, ...]) -> tuple[str, ...]:
-    of_liger = (LIGER_NOTE,) if workload.fused_lm_head == "liger" else ()
-    return (*_spread_notes(spread), *_scan_notes(scans), *of_liger)
+def _notes(
+    made: Built,
+    trace: StepTrace,
+    spread: Spread | None,
+    scans: tuple[str, ...],
+    inputs: Mapping[str, torch.Tensor] | None,
+) -> tuple[str, ...]:
+    of_liger = (LIGER_NOTE,) if made.workload.fused_lm_head == "liger" else ()
+    assumed = (*made.notes, *trace.assumptions, *idle_parts(made.model, trace, own_inputs=inputs is not None))
+    return (*_spread_notes(spread), *_scan_notes(scans), *of_liger, *assumed)
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:

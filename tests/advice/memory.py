@@ -128,6 +128,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass Spread.ddp": "memory/test_fewest_ranks.py::test_what_shards_nothing_is_refused",
         "Switch gradient checkpointing on": "memory/test_fewest_ranks.py::test_what_no_number_takes_is_made_to_fit",
     },
+    "_memory/forecast/idle_parts.py": {"pass inputs= if": "memory/test_idle_parts.py::test_with_images_the_tower_runs"},
     "_memory/forecast/vllm_share.py": {"pass a part of the card": VALUES},
     "_memory/largest_micro_batch.py": {
         "pass a Workload": VALUES,
