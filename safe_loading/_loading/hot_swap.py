@@ -17,6 +17,7 @@ from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name, without_peft_prefix
 from safe_loading._core.report import Finding, errors_of
+from safe_loading._model.peft_layers import merged_adapters
 from safe_loading.errors import AdapterError
 
 from .adapter_values import Adapter
@@ -144,7 +145,7 @@ def _describe_padded(config: LoraConfig, loaded: PeftConfig) -> None:
 def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded: bool) -> list[str]:
     """Return the reasons why peft could not do this swap right."""
     problems = []
-    if any(adapter.name in layer.merged_adapters for layer in _layers(model)):
+    if adapter.name in merged_adapters(model):
         problems.append(f"adapter {adapter.name!r} is merged into the base. Call model.unmerge_adapter() first.")
     configs = (config, model.peft_config[adapter.name])
     patterns = any(getattr(each, name, None) for each in configs for name in ("rank_pattern", "alpha_pattern"))

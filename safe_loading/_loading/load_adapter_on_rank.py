@@ -15,7 +15,7 @@ from safe_loading._core.engine_names import LATER, LaterNames
 from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
 from safe_loading._core.walk import unordered_modules
-from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
+from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed, merged_adapters
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_contexts, contexts, guarded, own_device
@@ -198,6 +198,8 @@ def _attach(
     # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
     to_eval = not is_trainable and _is_training(model)
     alike = find_alike(model, adapter)
+    if alike is None:
+        _refuse_merged(model, adapter.name)
     undo.append(Snapshot(model) if alike is None or to_eval else alike.snapshot(model))
     if alike is not None:
         attached = attach_alike(model, adapter, alike, devices, dtype=dtype, strict=strict)
@@ -212,6 +214,19 @@ def _attach(
     elif to_eval or alike is None:
         model.eval()
     return attached
+
+
+def _refuse_merged(model: PeftModel, name: str) -> None:
+    """Refuse a model whose weights hold an adapter: peft takes it out of them while it adds another.
+
+    That rounds the base, is not undone by a snapshot, and does nothing to weights that are on meta at that moment.
+    """
+    merged = merged_adapters(model)
+    if merged:
+        raise AdapterError(
+            f"{name!r} cannot be loaded while {merged} are merged into the weights of this model; nothing was changed. "
+            f"Call model.unmerge_adapter() first, or merge_lora_inplace(model) for a base without adapters."
+        )
 
 
 def _is_training(model: PeftModel) -> bool:

@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
 
 from safe_loading._core.engines import is_integrated
+from safe_loading._core.walk import unordered_modules
 
 
 # BaseTunerLayer is a mixin: every class that peft puts into a model derives from torch.nn.Module as well. These two are
@@ -79,6 +80,11 @@ def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:
 def is_lora_layer(module: object) -> TypeGuard[LoraModule]:
     """Return whether an object is a layer of LoRA."""
     return isinstance(module, LoraLayer)
+
+
+def merged_adapters(model: torch.nn.Module) -> list[str]:
+    """Return the names of the adapters that are merged into the weights of a layer, sorted."""
+    return sorted({name for layer in unordered_modules(model) if is_tuner_layer(layer) for name in layer.merged_adapters})
 
 
 def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModule]]:

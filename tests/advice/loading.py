@@ -120,6 +120,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Use load_peft_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
         "Call model.delete_adapter": "loading/test_mixed_models.py::"
         "test_what_a_mixed_model_cannot_do_is_refused_and_names_what_can",
+        "Call model.unmerge_adapter()": "loading/test_load_adapter_on_rank.py::"
+        "test_nothing_is_loaded_beside_a_merged_adapter",
         "Choose another name, call model.delete": f"{_ADVISED}test_each_way_out_of_a_name_that_is_taken",
         "Leave device out": AS_IT_IS,
     },

@@ -9,8 +9,8 @@ import torch
 from engines import needs
 from faults import adapters as faults
 from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
-from models import save_adapter, save_llama
-from peft import PeftModel
+from models import Made, save_adapter, save_llama
+from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,7 @@ from safe_loading import (
     DeviceError,
     load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_inplace,
 )
 
 
@@ -169,6 +170,48 @@ def test_a_merged_adapter_is_not_swapped(model: PeftModel, other: Path) -> None:
     model.merge_adapter()
     with pytest.raises(AdapterError, match="unmerge_adapter"):
         load_adapter_on_rank(model, other, "default", hotswap=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
+        LoHaConfig(target_modules=["q_proj"], init_weights=False),
+    ],
+)
+def test_nothing_is_loaded_beside_a_merged_adapter(tmp_path: Path, tiny_llama: Path, config: PeftConfig) -> None:
+    """peft takes it out of the weights while it adds another, and weights are on meta then: it was added twice."""
+    for name in ("first", "second"):
+        base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+        get_peft_model(base, config).save_pretrained(tmp_path / name)
+    model = load_peft_on_rank(tiny_llama, tmp_path / "first")
+    merge_lora_inplace(model, unload=False)
+    before, expected = state(model), logits(model)
+    for strict in (True, False):
+        with pytest.raises(AdapterError, match=r"\['default'\] are merged.*Call model.unmerge_adapter\(\) first"):
+            load_adapter_on_rank(model, tmp_path / "second", "second", strict=strict)
+        assert state(model) == before
+        assert torch.equal(logits(model), expected)
+    model.unmerge_adapter()
+    load_adapter_on_rank(model, tmp_path / "second", "second")
+    model.set_adapter("second")
+    torch.testing.assert_close(logits(model), logits(two_steps(tmp_path / "second", tiny_llama)))
+    base = merge_lora_inplace(model, adapter_names=["second"])
+    load_adapter_on_rank(load_peft_on_rank(base, tmp_path / "first"), tmp_path / "second", "third")
+
+
+def test_an_adapter_alike_is_loaded_beside_one_that_is_merged_elsewhere(
+    tiny_llama: Path, tiny_adapter: Path, made: Made
+) -> None:
+    first, second = (made.adapter(tiny_llama, seed=seed, target_modules=["k_proj"]) for seed in (1, 2))
+    model = load_peft_on_rank(tiny_llama, {"default": tiny_adapter, "first": first})
+    merge_lora_inplace(model, unload=False)
+    expected = logits(model)
+    load_adapter_on_rank(model, second, "second")
+    assert torch.equal(logits(model), expected)
+    assert model.get_base_model().model.layers[0].self_attn.q_proj.merged_adapters == ["default"]
+    model.set_adapter("second")
+    torch.testing.assert_close(logits(model), logits(two_steps(second, tiny_llama)))
 
 
 @pytest.mark.filterwarnings("error:strict=False")
