@@ -165,6 +165,25 @@ def test_a_merge_that_leaves_the_adapters_can_be_undone(
         assert torch.allclose(tensor, plain[name], atol=1e-5), name
 
 
+def test_a_layer_that_an_adapter_leaves_alone_is_not_marked(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    """Else ``set_adapter`` would find it merged, and run the base in the place of its own adapter."""
+    base = bases[torch.float32]
+    one, two = (
+        saved(tmp_path / name, base, peft.LoHaConfig(target_modules=[name], r=4)) for name in ("q_proj", "v_proj")
+    )
+    model: Any = load_peft_on_rank(base, {"one": one, "two": two})
+    expected = logits(model)
+    merge_lora_inplace(model, adapter_names=["two"], unload=False)
+    attention = model.get_base_model().model.layers[0].self_attn
+    assert (attention.q_proj.merged_adapters, attention.v_proj.merged_adapters) == ([], ["two"])
+    assert {weight.name.rsplit(".", 1)[-1] for weight in model.merge_report.weights} == {"v_proj"}
+    merge_lora_inplace(model, adapter_names=["one", "two"], unload=False)
+    assert (attention.q_proj.merged_adapters, attention.v_proj.merged_adapters) == (["one"], ["two"])
+    assert {weight.adapters for weight in model.merge_report.weights} == {("one",)}
+    model.unmerge_adapter()
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+
+
 def test_what_depends_on_the_input_is_kept_as_an_adapter(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
     base = bases[torch.float32]
     adapter = saved(tmp_path / "adapter", base, peft.LilyConfig(**SQUARE, r=8))

@@ -16,6 +16,7 @@ from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quan
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import adapters_of, is_blocked, merge_targets, without_bias
+from .other_tuners import adapters_in
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
@@ -64,7 +65,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         _check_tensors(job)
         return job
     if not is_lora_layer(layer):
-        chosen = tuple(layer.active_adapters if names is None else names)
+        chosen = _adapters_to_merge(layer, names, adapters_in(layer))
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)
     if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))

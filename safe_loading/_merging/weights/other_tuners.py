@@ -7,6 +7,7 @@ import dataclasses
 
 import torch
 from peft import PeftType
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.oft.layer import OFTRotationModule
 
 from safe_loading._model.peft_layers import TunerModule
@@ -54,21 +55,27 @@ def is_plain(layer: TunerModule) -> bool:
     return all(plain) and all(parameter.dtype in DTYPES for parameter in parameters)
 
 
+def adapters_in(layer: TunerModule) -> frozenset[str]:
+    """Return the names of the adapters that a layer has, by the containers that its class declares."""
+    held = (getattr(layer, name, None) for name in layer.adapter_layer_names)
+    named = (each for each in held if isinstance(each, (torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)))
+    return frozenset(name for each in named for name in each.keys())
+
+
 def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite: bool) -> None:
     """Merge adapters into a layer in memory, each element rounded once, and mark them as merged.
 
     ValueError when an element is not finite.
     """
-    new = tuple(name for name in names if name not in layer.merged_adapters)
     base, merged = layer.get_base_layer(), {}
-    for attribute, merge in tuner_merges(layer, new).items() if new else ():
+    for attribute, merge in tuner_merges(layer, names).items():
         merged[attribute] = merge.merged(base._parameters[attribute].double())  # type: ignore[union-attr]  # it is there
     for attribute, values in merged.items():
         weight: torch.Tensor = getattr(base, attribute).data
         round_into(values.to(weight.device), weight)
         if check_finite and not is_finite(weight):
             raise ValueError(f"its merged {attribute} holds NaN, infinity or a number beyond {weight.dtype}")
-    layer.merged_adapters.extend(new)
+    layer.merged_adapters.extend(names)
 
 
 def tuner_merges(layer: TunerModule, names: tuple[str, ...]) -> dict[str, TunerMerge]:

@@ -68,7 +68,7 @@ def group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> Sharing:
     found: list[OwnWeight | str] = []
     done: set[_Place] = set()
     for job in jobs:
-        if job.method == "peft":
+        if job.method == "peft" and job.names:
             found += _apart_from_outside(job, shared)
         for target in list(job.targets):
             place = (id(target.owner), target.attribute)
