@@ -215,7 +215,8 @@ def inject_checked(
 ) -> Injection:
     """Let peft build the modules of an adapter whose file fits them; the arguments are those of :func:`attach`."""
     # What is known of the files alone comes first, so that it can be refused before the base is touched.
-    injection, on_base = _inject_on_meta(model, adapter, undo[0]), _with_own_config(adapter)
+    on_base = _with_own_config(adapter)  # before, as an injection rewrites the config that it is given
+    injection = _inject_on_meta(model, adapter, undo[0])
     if injection is None:
         injection = _start_on_base(model, on_base, list(model.parameters()), undo[-1:] if keep_base else ())
         _refuse(adapter, injection, injection.match.findings, strict=strict)

@@ -270,6 +270,20 @@ def test_a_classification_head_comes_from_the_adapter(tmp_path: Path, tiny_llama
         load_peft_on_rank(tiny_llama, adapter, base_kwargs={"num_labels": 5})
 
 
+def test_a_config_is_rewritten_by_one_injection_alone(tmp_path: Path, tiny_llama: Path) -> None:
+    """peft adds the heads of its class to a config at each; one on meta comes first where values are needed."""
+    adapter = save_adapter(
+        tmp_path / "adapter",
+        tiny_llama,
+        task_type="SEQ_CLS",
+        auto_class=AutoModelForSequenceClassification,
+        trainable_token_indices=[1, 2],
+    )
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_llama)
+    expected = PeftModel.from_pretrained(base, adapter).peft_config["default"]
+    assert load_peft_on_rank(tiny_llama, adapter).peft_config["default"].to_dict() == expected.to_dict()
+
+
 # -------------------------------------------------------------------------------------------------- several, active
 
 
