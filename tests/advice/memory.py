@@ -95,6 +95,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "use target_modules='all-linear'": _AUDIT,
         "name their modules in modules_to_save": _AUDIT,
         "load the adapter with is_trainable=True": _AUDIT,
+        "give each adapter a base": "memory/test_audit_own_modules.py::"
+        "test_adapters_that_peft_cannot_save_beside_one_another_are_named",
         "attach them to the model": _AUDIT,
         "pass an optimizer of both": f"{_HEALTHY}test_an_optimizer_may_have_more_than_the_model",
         "make the optimizer after": _AUDIT,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from test_audit_model import Wrapper, adapted, base, codes
 from torch import nn
@@ -48,6 +48,20 @@ def test_adapters_of_any_name_are_looked_at(names: tuple[str, ...]) -> None:
         parameter.requires_grad_(False)
     found = codes(model, optimizer=sgd(model))["SL105"]
     assert "parameters are saved with the adapter, but not trained" in found.message
+
+
+def test_adapters_that_peft_cannot_save_beside_one_another_are_named() -> None:
+    """peft asks each adapter for the tokens of the other, and finds none."""
+    model = named("default")
+    model.add_adapter("tokens", LoraConfig(**LORA, trainable_token_indices=[1, 2]))
+    with pytest.raises(KeyError, match=r"trainable_tokens_delta\.default"):
+        get_peft_model_state_dict(model)
+    found = codes(model)["SL104"]
+    assert (found.severity, found.where) == ("error", "default")
+    assert "KeyError" in found.message
+    assert "a base of its own" in found.fix
+    assert "SL104" not in codes(get_peft_model(base(), LoraConfig(**LORA, trainable_token_indices=[1, 2])))
+    assert "SL104" not in codes(named("default"))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -82,6 +82,11 @@ class AuditedModel:
         return dict(self.inner.named_parameters())
 
     @functools.cached_property
+    def unsavable(self) -> dict[str, str]:
+        """The adapters that peft cannot save, and what it raises; filled by ``saved_by``, which takes all of theirs."""
+        return {}
+
+    @functools.cached_property
     def saved_by(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         """The parameters that ``save_pretrained`` writes for each adapter by its name, under the model's names."""
         if self.adapted is None:
@@ -92,8 +97,13 @@ class AuditedModel:
         saved = {}
         for adapter in model.peft_config:
             # matched by storage, because the keys that peft writes are not the model's names
-            with torch.no_grad():
-                state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+            try:
+                with torch.no_grad():
+                    state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+            except Exception as error:  # whatever peft raises, it raises when the adapter is saved
+                self.unsavable[adapter] = f"{type(error).__name__}: {error}"
+                saved[adapter] = {n: p for n, p in self.parameters.items() if adapter in n.split(".")}
+                continue
             storages = {value.untyped_storage()._cdata for value in state.values()}
             saved[adapter] = {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
             saved[adapter] |= self._parts_of_prompt(adapter)

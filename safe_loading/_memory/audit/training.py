@@ -51,6 +51,10 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
         message = f"save_pretrained of the adapter does not write {found}."
         fix = "name their modules in modules_to_save, or attach new heads with attach_head."
         yield Finding("SL104", "error", first_names(unsaved), message, fix, size_of(unsaved.values()))
+    for adapter, told in audited.unsavable.items():  # peft saves all or none
+        message = f"save_pretrained writes no adapter: of {adapter!r} it raises {told}."
+        fix = "give each adapter a base of its own, where another one of them trains tokens."
+        yield Finding("SL104", "error", adapter, message, fix, size_of(audited.saved_by[adapter].values()))
     # an adapter that is not active rests on purpose: a reference, or the other one of two that take turns
     active: Any = getattr(audited.adapted, "active_adapters", [])  # a property of peft, and a method of transformers
     active = active() if callable(active) else active
