@@ -15,7 +15,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import DTensor, Shard
-    from peft import LoraConfig, get_peft_model
+    from peft import LoHaConfig, LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from safe_loading import MergeError, merge_lora_inplace
 
@@ -80,6 +80,24 @@ SCRIPT = """
     same = all(torch.equal(full(v).nan_to_num(7), before[k].nan_to_num(7)) for k, v in model.state_dict().items())
     report(untouched=same)
 
+    model = make({"target_modules": ["lm_head"]}, torch.bfloat16)
+    wanted = merge_lora_inplace(make({"target_modules": ["lm_head"]}, torch.bfloat16))
+    inner = model.base_model.model
+    fully_shard([inner.model.norm, inner.lm_head])  # as torchtitan shards them: the LoRA layer is itself a unit's
+    fully_shard(inner)
+    merged = merge_lora_inplace(model)
+    same = torch.equal(full(merged.lm_head.weight), wanted.lm_head.weight)
+    report(unit=[same, *(torch.equal(merged(TOKENS).logits, wanted(TOKENS).logits) for _ in range(2))])
+
+    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    model = get_peft_model(base, LoHaConfig(target_modules=["v_proj"], init_weights=False)).eval()
+    spread(model, 0)
+    try:
+        merge_lora_inplace(model)
+        report(other="")
+    except MergeError as error:
+        report(other=str(error))
+
     model = make({"use_dora": True, "target_modules": EVERY[:-1]}, torch.float32)
     spread(model, 1)
     try:
@@ -119,6 +137,16 @@ def test_a_shard_becomes_what_one_process_makes(ranks: list[dict[str, Any]], cas
         assert kept
         assert wrong == []
         assert logits
+
+
+def test_a_layer_that_is_a_unit_itself_is_merged(ranks: list[dict[str, Any]]) -> None:
+    """FSDP2 gives a unit a class of its own, which was left to peft, and peft's sum was lost."""
+    assert all(rank["unit"] == [True, True, True] for rank in ranks)
+
+
+def test_another_method_is_refused_with_what_to_do_instead(ranks: list[dict[str, Any]]) -> None:
+    text = r"v_proj: its weight is a DTensor .*Merge before the model is sharded, or save the adapter"
+    assert all(re.search(text, rank["other"]) for rank in ranks)
 
 
 def test_a_nan_on_one_rank_is_refused_on_all_and_nothing_is_written(ranks: list[dict[str, Any]]) -> None:

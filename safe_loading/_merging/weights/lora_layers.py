@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -64,7 +65,13 @@ class MergeTarget:
 def is_blocked(layer: LoraModule, names: Sequence[str]) -> bool:
     """Return whether :func:`merge_targets` knows this kind of layer with these adapters; if not, peft merges it."""
     # Exact types: a subclass, as peft's quantized layers and a user's own, may compute something else.
-    return type(layer) in _BUILDERS and all(is_known(layer.lora_variant.get(name)) for name in names)
+    return _kind_of(layer) in _BUILDERS and all(is_known(layer.lora_variant.get(name)) for name in names)
+
+
+def _kind_of(layer: LoraModule) -> type:
+    """Return the class of a layer; of one that is a unit of FSDP2 the class that it had before."""
+    kind = type(layer)
+    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind  # FSDP<name>, FSDPModule, <name>
 
 
 def adapters_of(layer: lora.LoraLayer) -> frozenset[str]:
@@ -78,7 +85,7 @@ def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     :func:`is_blocked` must be true for it. Layers nested in it as ``base_layer`` are not included.
     """
     refuse_impossible(layer, names)
-    targets = _BUILDERS[type(layer)](layer, names)
+    targets = _BUILDERS[_kind_of(layer)](layer, names)
     for target in targets:
         for matrix in target.matrices:
             _check_shapes(target, matrix.update)

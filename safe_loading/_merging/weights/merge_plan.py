@@ -22,7 +22,7 @@ from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
 from .unload import adapters_with_copy
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, refuse_impossible
-from .writable_tensors import check_tensor
+from .writable_tensors import check_tensor, refuse_spread
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +66,8 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         return job
     if not is_lora_layer(layer):
         chosen = _adapters_to_merge(layer, names, adapters_in(layer))
+        if chosen:
+            _refuse_spread_base(layer)
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)
     if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
@@ -114,6 +116,7 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
     It adds the bias of lora_B without its scaling, and merges a variant into a torchao layer as a plain LoRA.
     """
     refuse_impossible(layer, names)
+    _refuse_spread_base(layer)
     kind, base = type(layer).__name__, layer.get_base_layer()
     if type(layer).merge is BaseTunerLayer.merge:
         raise CannotMergeError(f"peft has no merge for a {kind}. {MERGE_BEFORE_QUANTIZING}")
@@ -134,6 +137,12 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
             f"adapter {varied[0]!r} is a {type(layer.lora_variant[varied[0]]).__name__}, which peft merges into a "
             f"torchao layer as a plain LoRA. Merge with dequantize=True"
         )
+
+
+def _refuse_spread_base(layer: TunerModule) -> None:
+    """Refuse weights on ranks that peft would merge: it makes new ones, which FSDP2 does not know."""
+    for name, parameter in layer.get_base_layer().named_parameters():
+        refuse_spread(parameter, f"its {name}")
 
 
 def _check_tensors(job: LayerMerge) -> None:

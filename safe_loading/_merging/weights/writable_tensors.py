@@ -15,11 +15,7 @@ from .variants import CannotMergeError
 def check_tensor(target: MergeTarget | TokenRows) -> None:
     """Refuse a weight that is not a plain float tensor in memory."""
     tensor, what = target.tensor, f"its {target.attribute}"
-    if isinstance(tensor, DTensor):
-        raise CannotMergeError(
-            f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in Linear and Embedding layers only. "
-            f"Merge before the model is sharded, or save the adapter and merge it with merge_lora_checkpoint"
-        )
+    refuse_spread(tensor, what)
     if tensor.device.type == "meta":
         offloaded = getattr(getattr(target.owner, "_hf_hook", None), "offload", False)
         raise CannotMergeError(
@@ -38,6 +34,15 @@ def check_tensor(target: MergeTarget | TokenRows) -> None:
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise CannotMergeError(f"{what} was made in torch.inference_mode(). Call this in torch.inference_mode() too")
+
+
+def refuse_spread(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a weight that is spread over ranks, where a layer does not merge its own shard."""
+    if isinstance(tensor, DTensor):
+        raise CannotMergeError(
+            f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in the LoRA of Linear and Embedding layers "
+            f"only. Merge before the model is sharded, or save the adapter and merge it with merge_lora_checkpoint"
+        )
 
 
 def same_change(one: MergeTarget | TokenRows, other: MergeTarget | TokenRows) -> bool:
