@@ -55,6 +55,7 @@ def tuner_of(model: torch.nn.Module) -> BaseTuner | None:
     around = kind.__new__(kind)  # its constructor would put other layers in
     torch.nn.Module.__init__(around)
     around.model, around.peft_config = model, configs
+    around.targeted_module_names = []  # which peft looks through for tied ones, to warn of them
     around.active_adapter = model.active_adapters()
     return around
 

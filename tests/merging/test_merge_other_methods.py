@@ -237,3 +237,19 @@ def test_an_adapter_that_transformers_loaded_is_merged(tmp_path: Path, tiny_llam
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
     merged.load_adapter(str(second))  # as into a model that never had one
     merged.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("target", ["v_proj", "embed_tokens"])
+def test_an_adapter_of_transformers_own_call_is_merged_into_a_tied_base(tmp_path: Path, target: str) -> None:
+    """peft asks the tuner for its targets, to warn of ties, and transformers' call leaves none behind."""
+    skip_unless_transformers_takes_peft()
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=[target])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.load_adapter(str(adapter))
+    merged = merge_lora_inplace(model)
+    expected = merge_lora_inplace(load_peft_on_rank(base, adapter))
+    assert merged.config.tie_word_embeddings == expected.config.tie_word_embeddings
+    found, wanted = merged.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
