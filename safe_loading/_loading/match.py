@@ -13,7 +13,7 @@ from peft import PeftConfig, PeftModel
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
-from safe_loading._model.peft_layers import base_of
+from safe_loading._model.peft_layers import base_of, without_peft_levels
 
 from .fitting import what_would_fit
 from .key_names import layer_indices
@@ -123,12 +123,14 @@ def _match_base_weights(
     match: Match,
 ) -> None:
     """Accept the weights of the base that peft saves with an adapter, and refuse all others."""
-    tensors, config = named_tensors(model), model.peft_config[name]
+    named, config = named_tensors(model), model.peft_config[name]
+    place_of = _places_in_base(without_slot, named)
+    tensors = {key: named[place] for key, place in place_of.items()}
     embedding_ids = {id(tensor) for tensor in embeddings}
     # save_embedding_layers writes the input and the output embedding, never one alone: that was a module to save.
-    both_embeddings = embedding_ids <= {id(tensors[key]) for key in without_slot if key in tensors}
+    both_embeddings = embedding_ids <= {id(tensor) for tensor in tensors.values()}
     # It writes whole modules, so a bias comes along where the output layer has one (BERT's decoder).
-    embedding_modules = {key.rpartition(".")[0] for key in without_slot if id(tensors.get(key)) in embedding_ids}
+    embedding_modules = {key.rpartition(".")[0] for key, tensor in tensors.items() if id(tensor) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
     nowhere = {key: v for key, v in without_slot.items() if key not in tensors and _module_of(key) not in modules}
     fitting = what_would_fit(nowhere, base_of(model), config) if nowhere else None
@@ -151,7 +153,20 @@ def _match_base_weights(
         elif not _fits_dtype(value, tensor.dtype):
             match.findings.append(_base_dtype(file, key, tensor, value))
         else:
-            match.base_writes[key] = value
+            match.base_writes[place_of[key]] = value
+
+
+def _places_in_base(keys: Iterable[str], named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the keys in the model of the tensors that a file has, by their keys in the file.
+
+    Around a module of the base the layers of other adapters may lie, where the file is written and where it is read.
+    """
+    found = {key: key for key in keys if key in named}
+    lacking = [key for key in keys if key not in named]
+    if lacking:
+        places = {without_peft_levels(place): place for place in reversed(named) if place not in found}
+        found |= {key: places[plain] for key in lacking if (plain := without_peft_levels(key)) in places}
+    return found
 
 
 def _fits_dtype(value: torch.Tensor, dtype: torch.dtype) -> bool:

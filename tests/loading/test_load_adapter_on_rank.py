@@ -21,6 +21,7 @@ from safe_loading import (
     DeviceError,
     load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_checkpoint,
     merge_lora_inplace,
 )
 
@@ -58,6 +59,32 @@ def test_modules_to_save_of_a_second_adapter(tmp_path: Path, model: PeftModel, t
     load_adapter_on_rank(model, second, "second")
     model.set_adapter("second")
     assert torch.equal(logits(model), logits(two_steps(second, tiny_llama)))
+
+
+def test_weights_of_the_base_are_found_under_the_layers_of_other_adapters(tmp_path: Path) -> None:
+    """Biases of bias="all" lie under another adapter's layers here; peft drops them without a word."""
+    base = save_llama(tmp_path / "base", attention_bias=True)
+    first = save_adapter(tmp_path / "first", base, target_modules=["q_proj", "k_proj"])
+    second = save_adapter(tmp_path / "second", base, target_modules=["v_proj"], bias="all")
+    model = load_peft_on_rank(base, first)
+    report = load_adapter_on_rank(model, second, "second")
+    assert {"base-weight-replaced"} == {finding.code for finding in report.findings}
+    model.set_adapter("second")
+    assert torch.equal(logits(model), logits(two_steps(second, base)))
+
+
+def test_an_embedding_that_was_saved_under_the_layer_of_another_adapter(tmp_path: Path, tiny_llama: Path) -> None:
+    model = load_peft_on_rank(tiny_llama, save_adapter(tmp_path / "head", tiny_llama, target_modules=["lm_head"]))
+    load_adapter_on_rank(model, save_adapter(tmp_path / "words", tiny_llama, target_modules=["embed_tokens"]), "words")
+    model.save_pretrained(tmp_path / "both")
+    assert any("embed_tokens.base_layer" in key for key in load_file(tmp_path / "both" / faults.WEIGHTS))
+    found = load_peft_on_rank(tiny_llama, tmp_path / "both")
+    assert torch.equal(logits(found), logits(model))
+    assert found.load_report.ok
+    merge_lora_checkpoint(tiny_llama, tmp_path / "both", tmp_path / "merged")
+    expected = merge_lora_inplace(found).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
 
 
 def test_a_taken_name_is_refused(model: PeftModel, other: Path) -> None:
