@@ -14,6 +14,7 @@ from models import save_adapter, save_llama
 from peft.tuners.tuners_utils import BaseTunerLayer
 from test_lora_update import nearest
 from test_merge_lora_checkpoint import TOKENS, loaded, on_disk
+from tiny_models import saved as saved_as_published
 from transformers import AutoModelForCausalLM
 
 from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
@@ -235,6 +236,10 @@ def test_an_adapter_that_transformers_loaded_is_merged(tmp_path: Path, tiny_llam
     assert found.keys() == wanted.keys()
     if not fields.get("use_dora"):  # of which transformers 5.23 leaves the magnitudes at their start
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    merged.save_pretrained(tmp_path / "merged")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in found.items())
     merged.load_adapter(str(second))  # as into a model that never had one
     merged.save_pretrained(tmp_path / "saved")
 
@@ -253,3 +258,17 @@ def test_an_adapter_of_transformers_own_call_is_merged_into_a_tied_base(tmp_path
     found, wanted = merged.state_dict(), expected.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_experts_are_saved_as_on_disk_after_an_adapter_that_transformers_loaded(tmp_path: Path) -> None:
+    """Its load leaves the names of an adapter's tensors behind as those of the model, which saving writes."""
+    skip_unless_transformers_takes_peft()
+    saved_as_published("MixtralForCausalLM", tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.load_adapter(str(adapter))
+    merge_lora_inplace(model).save_pretrained(tmp_path / "merged")
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "expected")
+    found, expected = on_disk(tmp_path / "merged"), on_disk(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

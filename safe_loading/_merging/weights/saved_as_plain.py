@@ -1,4 +1,4 @@
-"""Removes the marks of a quantized load from a model, so that ``save_pretrained`` writes it as it is now."""
+"""Removes the marks of a quantized load, and of an adapter's, so that ``save_pretrained`` writes a model as it is now."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._core.engines import targets_of
+from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._model.formats.four_bit import undo_cpu_packing
 from safe_loading._model.quantized.recognize import is_quantized
 
@@ -39,6 +40,18 @@ def forget_codes(model: torch.nn.Module) -> None:
             of_codes = _makes_codes(conversion) and not (quantized and _has_a_way_back(conversion))
             kept += [other for other in plain if targets_of(other) == targets] if of_codes else [conversion]
         vars(module)[_RECORD] = kept
+
+
+def forget_names_of_adapter(base: torch.nn.Module) -> None:
+    """Have ``save_pretrained`` write the names that the class has on disk.
+
+    ``load_adapter`` of transformers puts what it converted of the adapter's names in the place of what was converted of
+    the model's (5.23), so that each weight would be saved as ``base_model.model...``, and found by no load.
+    """
+    record: list[Any] = vars(base).get(_RECORD) or []
+    names = [str(name) for conversion in record for name in getattr(conversion, "source_patterns", ())]
+    if any(PEFT_PREFIX in name for name in names):
+        del vars(base)[_RECORD]
 
 
 def _has_a_way_back(conversion: Any) -> bool:

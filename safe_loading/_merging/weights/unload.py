@@ -13,6 +13,7 @@ from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 
 from .release_ties import release_ties
+from .saved_as_plain import forget_names_of_adapter
 
 
 def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None) -> list[str]:
@@ -32,6 +33,7 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     base: torch.nn.Module = tuner.unload()
     forget_adapters(base)
+    forget_names_of_adapter(base)
     if not wants_tie(base):
         return base, []
     modules = embeddings_and_head_of(base)
