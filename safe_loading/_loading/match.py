@@ -164,7 +164,7 @@ def _places_in_base(keys: Iterable[str], named: Mapping[str, torch.Tensor]) -> d
     found = {key: key for key in keys if key in named}
     lacking = [key for key in keys if key not in named]
     if lacking:
-        places = {without_peft_levels(place): place for place in reversed(named) if place not in found}
+        places = {without_peft_levels(place): place for place in named if place not in found}
         found |= {key: places[plain] for key in lacking if (plain := without_peft_levels(key)) in places}
     return found
 

@@ -85,7 +85,8 @@ def is_lora_layer(module: object) -> TypeGuard[LoraModule]:
 
 def merged_adapters(model: torch.nn.Module) -> list[str]:
     """Return the names of the adapters that are merged into the weights of a layer, sorted."""
-    return sorted({name for layer in unordered_modules(model) if is_tuner_layer(layer) for name in layer.merged_adapters})
+    layers = (module for module in unordered_modules(model) if is_tuner_layer(module))
+    return sorted({name for layer in layers for name in layer.merged_adapters})
 
 
 def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModule]]:

@@ -57,9 +57,9 @@ def is_plain(layer: TunerModule) -> bool:
 
 def adapters_in(layer: TunerModule) -> frozenset[str]:
     """Return the names of the adapters that a layer has, by the containers that its class declares."""
+    kinds = (torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
     held = (getattr(layer, name, None) for name in layer.adapter_layer_names)
-    named = (each for each in held if isinstance(each, (torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)))
-    return frozenset(name for each in named for name in each.keys())
+    return frozenset(name for each in held if isinstance(each, kinds) for name in each)
 
 
 def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite: bool) -> None:

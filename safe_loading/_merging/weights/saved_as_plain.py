@@ -1,4 +1,4 @@
-"""Removes the marks of a quantized load, and of an adapter's, so that ``save_pretrained`` writes a model as it is now."""
+"""Removes the marks of a quantized load and of an adapter's load, so that ``save_pretrained`` writes what is there."""
 
 from __future__ import annotations
 

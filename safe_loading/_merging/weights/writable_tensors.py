@@ -40,7 +40,7 @@ def refuse_spread(tensor: torch.Tensor, what: str) -> None:
     """Refuse a weight that is spread over ranks, where a layer does not merge its own shard."""
     if isinstance(tensor, DTensor):
         raise CannotMergeError(
-            f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in the LoRA of Linear and Embedding layers "
+            f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in LoRA of Linear and Embedding layers "
             f"only. Merge before the model is sharded, or save the adapter and merge it with merge_lora_checkpoint"
         )
 
