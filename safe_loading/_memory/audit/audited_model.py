@@ -83,7 +83,7 @@ class AuditedModel:
 
     @functools.cached_property
     def unsavable(self) -> dict[str, str]:
-        """The adapters that peft cannot save, and what it raises; filled by ``saved_by``, which takes all of theirs."""
+        """The error of peft for each adapter that it cannot save; filled by ``saved_by``, which takes all of theirs."""
         return {}
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Removes the marks of a quantized load and of an adapter's load, so that ``save_pretrained`` writes what is there."""
+"""Removes the marks of a quantized load and of an adapter's load, so that ``save_pretrained`` writes it as it is."""
 
 from __future__ import annotations
 
