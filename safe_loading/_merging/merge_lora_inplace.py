@@ -33,6 +33,7 @@ from .weights.layer_merge import LayerMerge, MergeOptions
 from .weights.loss_findings import IN_MEMORY, loss_findings
 from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
+from .weights.other_tuners import adapters_in
 from .weights.packed_base import packed_base_findings
 from .weights.peft_merge import merge_all_by_peft
 from .weights.release_ties import release_ties
@@ -108,6 +109,7 @@ def merge_lora_inplace(
         # Nothing was written up to here. The report comes first, as carrying out the plan frees what it is made from.
         weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]
         findings = [*_merged_before(plan.jobs), *_trained_on_packed(tuner)]
+        findings += [] if unload else _left_out(plan.jobs)
         # Ctrl-C waits from here on, for the end of a layer.
         with signals_held() as held:
             # peft's merge may still fail, and is undone then; so it comes before everything that is not undone.
@@ -209,3 +211,14 @@ def _merged_before(jobs: list[LayerMerge]) -> list[Finding]:
     fix = "none; call unmerge_adapter() before the merge if they should not be in it."
     where, why = f"{count} of {len(jobs)} layers", f"{names} were merged already, and stay so."
     return [Finding("merged-before", "info", where, why, fix)]
+
+
+def _left_out(jobs: list[LayerMerge]) -> list[Finding]:
+    """Warn of active adapters beside merged ones: peft's layers then compute with their weights alone."""
+    merged = [(job, {*job.names, *job.merged_before}) for job in jobs]
+    left = [adapters_in(job.layer).intersection(job.layer.active_adapters) - names for job, names in merged if names]
+    names = sorted(set().union(*left))
+    if not names:
+        return []
+    where, why = f"{sum(map(bool, left))} of {len(jobs)} layers", f"{names} are active, and no longer applied."
+    return [Finding("active-left-out", "warning", where, why, "merge them too, or call unmerge_adapter().")]

@@ -93,6 +93,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass torch.bfloat16, torch.float16": VALUES,
     },
     "_merging/merge_lora_inplace.py": {
+        "merge them too, or call unmerge_adapter": "merging/test_merge_lora_inplace.py::"
+        "test_an_active_adapter_that_is_not_merged_is_told",
         "call unmerge_adapter() before": f"{_MERGES}test_a_dora_is_merged_once_the_others_are_unmerged",
         "pass a number of bytes": VALUES,
         "name each adapter once": VALUES,

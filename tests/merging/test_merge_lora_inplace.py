@@ -872,3 +872,18 @@ def test_a_peft_model_is_what_load_peft_on_rank_returns(tiny_llama: Path, tiny_a
     model = load_peft_on_rank(tiny_llama, tiny_adapter)
     assert isinstance(model, PeftModel)
     assert type(merge_lora_inplace(model)) is type(AutoModelForCausalLM.from_pretrained(tiny_llama))
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_an_active_adapter_that_is_not_merged_is_told(mended: bool) -> None:
+    """peft's layers compute with their weights alone once one adapter is in them."""
+    model = zoo({}, {"r": 2})
+    model.base_model.set_adapter(["default", "a1"])
+    with torch.no_grad():
+        before = model(TOKENS)
+        named = None if mended else ["default"]
+        found = merge_lora_inplace(model, adapter_names=named, unload=False).merge_report.findings
+        assert [finding.code for finding in found] == ([] if mended else ["active-left-out"])
+        assert torch.allclose(model(TOKENS), before, atol=1e-3) is mended
+        model.unmerge_adapter()
+        assert torch.allclose(model(TOKENS), before, atol=1e-5)
