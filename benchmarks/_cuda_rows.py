@@ -359,7 +359,7 @@ def step_of(model: Any, row: Row) -> Callable[[], None]:
         if row.autocast:
             output = convert_to_fp32(output)
         loss = output.loss
-        del output, batch
+        del output
         loss.backward()
         del loss
         optimizer.step()

@@ -80,7 +80,6 @@ def _measured(model: Any, step: str) -> int:
         else:
             batch = {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
             loss = model(**batch, use_cache=False).loss
-            del batch
             loss.backward()
             del loss
     results: Any = profiler.profiler

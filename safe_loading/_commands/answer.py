@@ -31,6 +31,8 @@ _STEP = "--train ROWSxTOKENS"
 # options of trainers and launchers, as patterns, and those here that say the same
 _OF_TRAINERS = {
     r"(per.device.train.|micro.)?batch(.size)?|bs": _STEP,
+    r"per.device.eval.batch.size|eval.(micro.)?batch(.size)?": "--eval-batch-size ROWS",
+    r"label.smoothing.factor": "--label-smoothing",
     r"(max.)?(model.)?(seq|sequence|context)?.?len(gth)?|block.size": _STEP,
     r"gradient.accumulation.steps|grad.accum(.steps)?": "--accumulation N",
     r"(load.in.)?[48].?bit|qlora": "--quantization NAME",

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
 
 
+_OF_TRAINER = ("eval_batch_size", "label_smoothing")
 # what describes a training step alone, by the names under which argparse keeps it
-OF_A_STEP = ("gradient_checkpointing", "optimizer", "kbit", "bf16", "fp16", "accumulation", "reference")
+OF_A_STEP = ("gradient_checkpointing", "optimizer", "kbit", "bf16", "fp16", "accumulation", "reference", *_OF_TRAINER)
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "DPO, KTO or GRPO with a reference: a copy of the base (model), or the base without the adapter (adapter_off)"
     )
     declare("--reference", choices=("model", "adapter_off"), help=more)
+    more = "rows of a batch of the evaluation between steps, as per_device_eval_batch_size (default: none)"
+    declare("--eval-batch-size", type=int, metavar="ROWS", help=more)
+    smoothed = "smooth the labels, as the Trainer's label_smoothing_factor, which takes all logits once more"
+    declare("--label-smoothing", action="store_true", help=smoothed)
     declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 
 
@@ -58,6 +63,8 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
         adapter=arguments.adapter,
         autocast="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None,
         reference=arguments.reference,
+        eval_batch_size=arguments.eval_batch_size or 0,
+        label_smoothing=arguments.label_smoothing,
         gradient_accumulation_steps=1 if arguments.accumulation is None else arguments.accumulation,
     )
 

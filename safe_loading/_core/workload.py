@@ -20,14 +20,15 @@ from .workload_problems import problems_of_flags, problems_of_grpo
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-Kind = Literal["weights_only", "generate", "train"]
+# "evaluate" is what a training runs in between, of which a trace makes a step of its own
+Kind = Literal["weights_only", "generate", "train", "evaluate"]
 Reference = Literal["model", "adapter_off"]
 REFERENCES = ("model", "adapter_off")
 AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation")
+_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation", "eval_batch_size")
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +55,8 @@ class Workload:
         steps_per_generation: Of GRPO: micro-batches that the model itself generates at once; 0 where vLLM does.
         old_log_probs: Of GRPO: whether the policy scores the samples before it is trained on them.
         do_sample: Whether tokens are drawn by their probabilities, which are then kept beside the scores.
+        eval_batch_size: Rows of a batch of the evaluation between steps; 0 where there is none.
+        label_smoothing: Whether the Trainer smoothes the labels, and computes the loss from logits.
     """
 
     kind: Kind
@@ -75,6 +78,8 @@ class Workload:
     steps_per_generation: int = 0
     old_log_probs: bool = False
     do_sample: bool = False
+    eval_batch_size: int = 0
+    label_smoothing: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -146,6 +151,8 @@ class Workload:
         completion_length: int = 0,
         steps_per_generation: int = 0,
         old_log_probs: bool = False,
+        eval_batch_size: int = 0,
+        label_smoothing: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -181,6 +188,11 @@ class Workload:
             completion_length: Of GRPO, as `grpo` makes it: the last tokens of each row, which were generated.
             steps_per_generation: Of GRPO, as for `grpo`.
             old_log_probs: Of GRPO: whether the model scores them before it is trained on them.
+            eval_batch_size: Rows of a batch of the evaluation that runs between steps, beside the optimizer's state:
+                ``per_device_eval_batch_size``, which is 8 where the Trainer is told nothing. 0 for none. The logits
+                that a ``compute_metrics`` collects are not counted.
+            label_smoothing: Whether the loss is that of the Trainer's ``label_smoothing_factor``, which takes the
+                logarithms of all logits. With ``fused_lm_head=True`` as trl's ``SFTTrainer`` computes it.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -203,6 +215,8 @@ class Workload:
                 completion_length=completion_length,
                 steps_per_generation=steps_per_generation,
                 old_log_probs=old_log_probs,
+                eval_batch_size=eval_batch_size,
+                label_smoothing=label_smoothing,
             )
         )
 
@@ -339,12 +353,13 @@ class Workload:
     def __repr__(self) -> str:
         """Return the call that makes it, without the arguments that have their default."""
         words = []
-        for name, parameter in inspect.signature(getattr(Workload, self.kind)).parameters.items():
+        made_by = "train" if self.kind == "evaluate" else self.kind
+        for name, parameter in inspect.signature(getattr(Workload, made_by)).parameters.items():
             value = getattr(self, name)
             value = None if value == 0 and name in (*_SOUGHT, "context_length") else value
             if value is not parameter.default and value != parameter.default:
                 words.append(f"{name}={value.__name__ if isinstance(value, type) else _written(value)}")
-        return f"Workload.{self.kind}({', '.join(words)})"
+        return f"Workload.{made_by}({', '.join(words)})"
 
 
 def _written(value: object) -> str:

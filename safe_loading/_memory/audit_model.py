@@ -51,6 +51,7 @@ from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
+from .audit.trainer_evaluation import with_evaluation_of
 from .audit.trainer_head import about_liger, with_head_of
 from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
@@ -129,8 +130,8 @@ def audit_model(
         model: The model as the training loop has it, wrappers included; real or on meta. Or a folder, a hub id or a
             config, from which a model on meta is built, with the workload's adapter attached.
         workload: The planned step. With None a short one is run if a trainer or an optimizer is given.
-        trainer: A ``transformers.Trainer`` or one that looks like it. The forecast takes its reference and its head,
-            of which trl's and Liger's make no logits.
+        trainer: A ``transformers.Trainer`` or one that looks like it. The forecast takes its reference, its evaluation
+            and its head, of which trl's and Liger's make no logits.
         optimizer: The optimizer; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         revision: Branch, tag or commit of a hub id.
@@ -154,6 +155,7 @@ def audit_model(
     if workload and workload.kind == "train" and workload.reference is None:
         workload = workload.replace(reference=reference.reference_of(trainer))
     source, hub, requested = model, HubOptions(revision, subfolder, token), with_head_of(trainer, model, workload)
+    requested, not_counted = with_evaluation_of(trainer, requested, inputs)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
     else:
@@ -174,11 +176,10 @@ def audit_model(
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
         findings += _round_trip(audited, skipped)
-    skipped += about_liger(trainer, source, requested) if forecast else []
+    skipped += [*about_liger(trainer, source, requested), *not_counted] if forecast else []
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     stepped = step is not None and not any(text.startswith("step:") for text in skipped)
-    checked += ["wrappers", *(["step"] if stepped else [])]
-    checked += ["round_trip"] if round_trip else []
+    checked += ["wrappers", *(["step"] if stepped else []), *(["round_trip"] if round_trip else [])]
     predicted = None
     if requested is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository

@@ -35,11 +35,13 @@ from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.evaluation import NOTE as EVALUATION_NOTE
+from .trace.fused_lm_head import LABELS_NOTE
 from .trace.liger_lm_head import NOTE as LIGER_NOTE
+from .trace.pass_between import with_pass
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.reference_pass import refuse_reference_over_ranks
-from .trace.rollout import with_rollout
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
@@ -242,7 +244,7 @@ def _traces(
     if spread is None:
         if workload.generated_rows:
             generation = trace_two_ends(workload.rollout, trace, encoder_decoder=encodes)
-            return {0: with_rollout(trace(workload), generation)}
+            return {0: with_pass(trace(workload), generation, after=False)}
         return {0: whole()}
     _refuse_spread(model, workload, spread)
     if is_stage_3(spread):
@@ -264,6 +266,11 @@ def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -
         raise ArgumentError(
             f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
             f"{workload.replace(**none)}."
+        )
+    if workload.eval_batch_size:
+        raise ArgumentError(
+            f"An evaluation was not held against ranks. Forecast one card, or the job without it: "
+            f"{workload.replace(eval_batch_size=0)}."
         )
     if workload.fused_lm_head:
         raise ArgumentError(
@@ -301,9 +308,11 @@ def _notes(
     scans: tuple[str, ...],
     inputs: Mapping[str, torch.Tensor] | None,
 ) -> tuple[str, ...]:
-    of_liger = (LIGER_NOTE,) if made.workload.fused_lm_head == "liger" else ()
+    unlabelled = made.workload.fused_lm_head is True and "labels" not in (inputs or {})
+    said = {LIGER_NOTE: made.workload.fused_lm_head == "liger", EVALUATION_NOTE: bool(made.workload.eval_batch_size)}
+    said[LABELS_NOTE] = unlabelled and not made.workload.completion_length
     assumed = (*made.notes, *trace.assumptions, *idle_parts(made.model, trace, own_inputs=inputs is not None))
-    return (*_spread_notes(spread), *_scan_notes(scans), *of_liger, *assumed)
+    return (*_spread_notes(spread), *_scan_notes(scans), *(note for note, holds in said.items() if holds), *assumed)
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:

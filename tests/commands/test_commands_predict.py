@@ -209,6 +209,7 @@ def test_the_words_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]
     steps: list[tuple[str, Workload, dict[str, Any]]] = [
         ("--bf16", step.replace(autocast="bfloat16"), {}),
         ("--fp16 --accumulation 4", step.replace(autocast="float16", gradient_accumulation_steps=4), {}),
+        ("--eval-batch-size 8 --label-smoothing", step.replace(eval_batch_size=8, label_smoothing=True), {}),
         ("--empties-cache", step, {"empties_cache": True}),
         ("--packing --attention eager", Workload.train(1, 128), {"inputs": inputs, "attn_implementation": "eager"}),
     ]

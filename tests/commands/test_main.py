@@ -84,6 +84,8 @@ def test_an_option_that_a_command_lacks_is_told_with_that_command_and_the_neares
         ("--load_in_4bit --num_processes 2", "--quantization NAME and --gpus N"),
         ("--torch_dtype float16", "--dtype bfloat16"),
         ("--bs 4 --block_size 512", "--train ROWSxTOKENS"),
+        ("--per_device_eval_batch_size 4", "--eval-batch-size ROWS"),
+        ("--label_smoothing_factor 0.1", "--label-smoothing"),
         ("--grad_accum_steps 4 --rank 8 --qlora", "--accumulation N and --lora r=16 alpha=32 and --quantization NAME"),
     ],
 )

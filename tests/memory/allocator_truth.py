@@ -74,7 +74,6 @@ def training(
         batch = make_batch(model, rows, columns, inputs)
         batch["labels"] = torch.full((rows,), 1) if whole else torch.full((rows, columns), 5)
         loss = model(**batch, **extra).loss
-        del batch
         loss.backward()
 
     return {"train": peak_above_start(step)}

@@ -102,7 +102,6 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
     def train() -> None:
         batch = {"input_ids": tokens(columns), "attention_mask": tokens(columns, 1), "labels": tokens(columns)}
         loss = model(**batch, use_cache=False).loss
-        del batch
         loss.backward()
         del loss
         optimizer.step()

@@ -86,7 +86,6 @@ def measured(model: Any, config: LoraConfig | None, *, checkpointing: bool) -> i
         batch = tokens(model, ROWS, COLUMNS)
         batch["labels"] = torch.full((ROWS, COLUMNS), 5)
         loss = running(**batch, **extra).loss
-        del batch
         loss.backward()
 
     return peak_above_start(step)

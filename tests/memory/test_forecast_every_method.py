@@ -174,8 +174,8 @@ def test_what_adalora_knows_of_its_parameters_is_counted() -> None:
 
     def step() -> None:
         batch = tokens(adapted, ROWS, COLUMNS)
-        loss = adapted(**batch, labels=torch.full((ROWS, COLUMNS), 5), use_cache=False).loss
-        del batch
+        labels = torch.full((ROWS, COLUMNS), 5)
+        loss = adapted(**batch, labels=labels, use_cache=False).loss
         loss.backward()
         del loss
         adapted.base_model.update_and_allocate(1)
@@ -276,8 +276,8 @@ def _measured(name: str, config: Any, *, train: bool, ids: torch.Tensor | None =
             batch["task_ids"] = torch.ones(ROWS, dtype=torch.long)
         if not train:
             return adapted.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=NEVER)
-        loss = adapted(**batch, labels=torch.full((ROWS, COLUMNS), 5), use_cache=False).loss
-        del batch
+        labels = torch.full((ROWS, COLUMNS), 5)
+        loss = adapted(**batch, labels=labels, use_cache=False).loss
         return loss.backward()
 
     return peak_above_start(step)

@@ -59,13 +59,11 @@ STEP = """
         steps = options.get("gradient_accumulation_steps", 1)
 
         def step():
-            for number in range(steps):
-                ids = torch.full((2, 48), 5)
-                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full((2, 48), 5)}
-                del ids
+            names = ("input_ids", "attention_mask", "labels")
+            batches = [{name: torch.full((2, 48), 1) for name in names} for _ in range(steps)]  # as in the Trainer
+            for number, batch in enumerate(batches):
                 with wrapped.no_sync() if number < steps - 1 else contextlib.nullcontext():
                     loss = wrapped(**batch, use_cache=False).loss
-                    del batch
                     loss.backward()
                 del loss
 

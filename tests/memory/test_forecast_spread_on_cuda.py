@@ -79,10 +79,11 @@ SCRIPT = """
             return ZeroRedundancyOptimizer(held, torch.optim.AdamW, fused=True)
         return torch.optim.AdamW(held, fused=True)
 
-    def micro_batch(spread, wrapped, last, reference):
+    def tokens():
         ids = torch.full((2, 128), 5, device=device)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        del ids
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    def micro_batch(spread, wrapped, batch, last, reference):
         unreduced = not last and spread.kind != "fsdp2" and spread.sync_each_batch == (spread.kind == "ddp")
         if spread.kind == "fsdp2" and not spread.sync_each_batch:
             wrapped.set_requires_gradient_sync(last)
@@ -92,7 +93,7 @@ SCRIPT = """
                 with torch.no_grad():
                     reference(**batch, use_cache=False)
             loss = output.loss
-            del output, batch
+            del output
             loss.backward()
 
     def peak_of(name, spread, micro_batches, referred):
@@ -113,8 +114,10 @@ SCRIPT = """
         begun = torch.cuda.memory_stats()["requested_bytes.all.current"] - workspaces
         torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
         for _ in range(3):
-            for number in range(micro_batches):
-                micro_batch(spread, wrapped, number == micro_batches - 1, reference)
+            batches = [tokens() for _ in range(micro_batches)]
+            for number, batch in enumerate(batches):
+                micro_batch(spread, wrapped, batch, number == micro_batches - 1, reference)
+            del batch, batches
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if spread.kind == "ddp":

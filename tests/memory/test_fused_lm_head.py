@@ -39,7 +39,6 @@ def test_a_step_takes_what_the_allocator_gives(dtype: torch.dtype, adapter: Lora
     def step() -> None:
         batch = {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         loss = running(**batch, use_cache=False, fused_lm_head=True).loss
-        del batch
         loss.backward()
 
     with fused_lm_head.fused_stand_ins():

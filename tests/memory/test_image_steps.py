@@ -66,8 +66,8 @@ def test_a_training_step_with_images(name: str) -> None:
 
         def step() -> None:
             arguments = {name: tensor.clone() for name, tensor in batch.items()}
-            loss = model(**arguments, labels=torch.full_like(like, 5), **extra).loss
-            del arguments
+            labels = torch.full_like(like, 5)
+            loss = model(**arguments, labels=labels, **extra).loss
             loss.backward()
 
         assert above_start(trace, "forward", "backward") == peak_above_start(step)

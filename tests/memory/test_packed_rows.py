@@ -31,8 +31,8 @@ def test_packed_rows_take_what_the_allocator_gives(attention: str) -> None:
 
     def step() -> None:
         arguments = {name: tensor.clone() for name, tensor in batch.items()}
-        loss = model(**arguments, labels=torch.full_like(batch["input_ids"], 5), use_cache=False).loss
-        del arguments
+        labels = torch.full_like(batch["input_ids"], 5)
+        loss = model(**arguments, labels=labels, use_cache=False).loss
         loss.backward()
 
     trace = trace_step(model, TRAIN, inputs=batch)

@@ -80,7 +80,7 @@ PLACED = """
             with torch.no_grad(), off:
                 (model if reference is None else reference)(**batch, use_cache=False)
             loss = output.loss
-            del batch, output
+            del output
             loss.backward()
 
         for _ in range(2):  # in which DDP arranges its buckets, and a reference may stay gathered

@@ -42,7 +42,7 @@ def test_a_step_takes_what_the_allocator_gives(reference: Any, adapter: LoraConf
         with torch.no_grad(), off:
             (copy if reference == "model" else running)(**batch, use_cache=False)
         loss = output.loss
-        del batch, output
+        del output
         loss.backward()
 
     assert abs(above_start(trace, "forward", "backward") - peak_above_start(run)) <= 4  # a scalar

@@ -257,7 +257,6 @@ def test_the_mask_of_a_prompt_in_training_hides_what_the_rows_do() -> None:
     def step() -> None:
         given = {name: tensor.clone() for name, tensor in batch.items()}
         loss = adapted(**given, use_cache=False).loss
-        del given
         loss.backward()
 
     assert above_start(trace, *PHASES) == peak_above_start(step)
@@ -272,7 +271,6 @@ def test_a_loop_that_leaves_the_cache_on() -> None:
     def step() -> None:
         batch = {**tokens(model, ROWS, COLUMNS), "labels": torch.full((ROWS, COLUMNS), 5)}
         loss = model(**batch).loss
-        del batch
         loss.backward()
 
     assert above_start(filled, *PHASES) == peak_above_start(step)
@@ -318,7 +316,6 @@ def test_peaks_of_every_method_of_peft(method: str) -> None:
         batch = tokens(model, ROWS, COLUMNS)
         batch["labels"] = torch.full((ROWS, COLUMNS), 5)
         loss = adapted(**batch, use_cache=False).loss
-        del batch
         loss.backward()
 
     assert mine == peak_above_start(step)

@@ -138,7 +138,7 @@ def trace_configured(
 ) -> TracedStep:
     """Run the step as the model is configured, or raise `TraceError`."""
     model = audited.outermost
-    configured = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None)
+    configured = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None, eval_batch_size=0)
     configured = configured.replace(use_cache=configured.use_cache or fills_cache(audited, inputs))
     with (
         mode_kept(audited),
@@ -162,7 +162,7 @@ def peaks_of_wrapped(
 
     The model inside it is traced then, as it is configured.
     """
-    plain = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None)
+    plain = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None, eval_batch_size=0)
     with _in_right_order(audited) as model:
         with mode_kept(audited):
             as_it_is = _peak_or_none(model, plain, inputs)

@@ -30,12 +30,23 @@ def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Work
         return workload
     own_loss = any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
     takes = workload.labels and isinstance(model, (PreTrainedModel, PeftModel))
+    if takes and _smoothes(trainer):
+        return workload.replace(label_smoothing=True, fused_lm_head=_is_fused(trainer))
     if not takes or own_loss:
         return workload
     if _is_fused(trainer):
         return workload.replace(fused_lm_head=True, **_samples_of(trainer, workload))
     patched = not workload.fused_lm_head and _is_of_liger(trainer, model)
     return workload.replace(fused_lm_head="liger") if patched else workload
+
+
+def _smoothes(trainer: Any) -> bool:
+    """Whether the loss of a Trainer, or of trl's ``SFTTrainer``, is that of smoothed labels; trl's others have none."""
+    if getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is None:
+        return False
+    kinds = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"}
+    likelihood = getattr(getattr(trainer, "args", None), "loss_type", "nll") == "nll"
+    return not kinds or ("SFTTrainer" in kinds and likelihood)
 
 
 def _samples_of(trainer: Any, workload: Workload) -> dict[str, Any]:

@@ -20,6 +20,7 @@ _COMPONENT_OF = {
     "inputs": "temporary",
     "temporary": "temporary",
 }
+_CALLED = {"load": "weights alone", "optimizer": "optimizer's step", "evaluation": "evaluation"}
 
 
 def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, allocated: int) -> Mapping[str, int]:
@@ -49,7 +50,7 @@ def modules_at_peak(trace: StepTrace, device: int | str) -> tuple[ModuleMemory, 
 def peak_in_words(trace: StepTrace, device: int | str) -> str:
     """Return when the peak is reached, as ``"backward pass, in model.layers.3"``."""
     use = trace.devices[device]
-    phase = {"load": "weights alone", "optimizer": "optimizer's step"}.get(use.phase, f"{use.phase} pass")
+    phase = _CALLED.get(use.phase, f"{use.phase} pass")
     return f"{phase}, in {use.module}" if use.module else phase
 
 

@@ -144,6 +144,10 @@ def _changes(workload: Workload, origin: Origin) -> Iterator[list[_Change]]:
         yield [_Change("gradient_checkpointing=True", cost, {"gradient_checkpointing": True})]
     if options.get("inputs") is None:
         yield list(_fewer_rows(workload))
+    if workload.eval_batch_size > 1:
+        halved = (workload.eval_batch_size >> times for times in range(1, workload.eval_batch_size.bit_length()))
+        cost = "more batches in an evaluation"
+        yield [_Change(f"eval_batch_size={rows}", cost, {"eval_batch_size": rows}) for rows in halved]
     if trains and workload.optimizer in _ADAM:
         yield [_Change('optimizer="adamw_8bit"', "moments rounded to 8 bits", {"optimizer": "adamw_8bit"})]
     if trains and not workload.activation_offload:

@@ -24,6 +24,10 @@ from .inputs import engine_model
 from .liger_lm_head import liger_forward
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # which SFTTrainer asks for
+LABELS_NOTE = (
+    "Every token is taken to have a label. The head is computed for those alone that have one, so steps with prompts "
+    "take less: pass inputs= with labels of -100 there."
+)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from safe_loading._core.workload import Workload
 Component = Literal[
     "weights", "buffers", "adapters", "optimizer", "gradients", "kv_cache", "activations", "inputs", "temporary"
 ]
-Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
+Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer", "evaluation"]
 
 
 Event = tuple[int, bool]

@@ -15,11 +15,12 @@ from safe_loading._core.optimizer_rules import OptimizerRule
 from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
+from .forward_pass import Batch, batch_of, forward_pass
 from .grpo_step import GrpoStep
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import Reference, reference_pass
-from .step_tensors import as_returned, autocast, classify_inputs, field, tensors_of
+from .step_tensors import tensors_of
 from .trained_parameters import TrainedParameters
 
 NOTHING_TRAINED = (
@@ -84,17 +85,23 @@ def _run_micro_batches(
     micro_batches: int,
     reference: Reference | None,
 ) -> None:
-    """Run the forward and the backward pass of each micro-batch."""
+    """Run the forward and the backward pass of each micro-batch.
+
+    The batches of all micro-batches are on the device until the step ends, as the Trainer brings them.
+    """
+    ledger.phase = "forward"
     grpo = GrpoStep(model, workload, inputs, ledger, reference) if workload.completion_length else None
+    batches: list[Batch] = []
     if grpo is not None:
-        ledger.phase = "forward"
         grpo.score()
+    else:
+        batches = [batch_of(workload, inputs, ledger) for _ in range(workload.gradient_accumulation_steps)]
     for number in range(micro_batches):
         last = number == micro_batches - 1
         trained.begin_micro_batch(last)
         ledger.phase = "forward"
         with _offloaded(workload):
-            loss = _forward(model, workload, inputs, ledger, reference) if grpo is None else grpo.loss()
+            loss = forward_pass(model, workload, batches[number], inputs, reference) if grpo is None else grpo.loss()
         if not loss.requires_grad:
             raise TraceError(NOTHING_TRAINED)
         _classify_activations(ledger)
@@ -104,30 +111,6 @@ def _run_micro_batches(
         trained.scaled(loss).backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
-
-
-def _forward(
-    model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger, reference: Reference | None
-) -> torch.Tensor:
-    """Return the loss of a micro-batch; its output and inputs are dropped before the backward pass."""
-    batch = inputs.batch(workload.batch_size, workload.sequence_length)
-    if workload.labels and "labels" in inputs.names and "labels" not in batch:
-        batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
-    classify_inputs(batch, ledger)
-    options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
-    options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
-    with torch.enable_grad():
-        with autocast(workload):
-            output = model(**batch, **options)
-        output = as_returned(output, workload)  # after autocast's end, which frees the weights that it has cast
-        if reference is not None:
-            with autocast(workload):
-                referred = reference({**batch, **options})
-            as_returned(referred, workload)
-            del referred
-        loss = _loss_of(output)
-        del output, batch  # in the order of the Trainer
-        return loss
 
 
 class _Importance:
@@ -165,17 +148,6 @@ class _Importance:
         for tensor in numbers:
             self._ledger.classify(self._ledger.index_of(tensor), "optimizer")
         return numbers
-
-
-def _loss_of(output: object) -> torch.Tensor:
-    """Return the model's own loss, or the mean of its first differentiable output."""
-    loss = field(output, "loss")
-    if loss is None:
-        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
-        return torch.stack([t.float().mean() for t in tensors[:1]]).sum()
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
-    return loss
 
 
 def _make_optimizer(

@@ -33,7 +33,7 @@ _PRODUCT = (_STARTED + 1, 0)
 _OF_THE_BASE = ("weights", "buffers")
 _CODES = 16 * 4  # bytes of the 16 codes of 4 bits, in float32
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
-_THREAD_OF = {"prefill": 0, "forward": 0, "backward": 1}
+_THREAD_OF = {"prefill": 0, "forward": 0, "evaluation": 0, "backward": 1}
 _STEPS = 3  # the second step meets the cache that the first one left, and from the third on nothing changes
 
 _Event = tuple[int, int]
@@ -220,7 +220,7 @@ def _end_of_forward(step: Sequence[Event], allocations: Sequence[Allocation]) ->
 
 
 def _is_after(allocation: Allocation) -> bool:
-    return allocation.phase not in ("forward", "prefill")
+    return allocation.phase not in ("forward", "prefill", "evaluation")
 
 
 def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
@@ -230,7 +230,7 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
     """
     made = [place for place, (_, freed) in enumerate(step) if not freed]
     phases = {place: allocations[step[place][0]].phase for place in made}
-    after = 1 + max((place for place in made if phases[place] != "optimizer"), default=-1)
+    after = 1 + max((place for place in made if phases[place] not in ("optimizer", "evaluation")), default=-1)
     for place in range(after, len(step)):
         if place in phases or allocations[step[place][0]].component == "gradients":
             return place

@@ -36,6 +36,7 @@ from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
 from .cuda_autocast import cuda_autocast
 from .dispatch_mode import TraceDispatchMode
+from .evaluation import evaluation_of, refuse_other_rows, run_evaluation
 from .fake_tensor_maker import FakeTensorMaker
 from .fake_tensors import FakeTensors
 from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
@@ -46,6 +47,7 @@ from .known_values import KnownValues
 from .layer_segments import NotAlikeError, whole_step
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
+from .pass_between import with_pass
 from .records import Component, StepTrace
 from .reference_pass import reference_to_shard, refuse_reference
 from .repeated_layers import repeated_layers
@@ -115,14 +117,20 @@ def trace_step(
         end = workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)
         raise ArgumentError(f"new_tokens= is for predict_memory alone. Pass the whole length: {end}.")
     refuse_reference(model, workload)
+    refuse_other_rows(workload, inputs)
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
         alike = alike and not workload.completion_length  # as its samples are scored
+        step = None
         if alike and spread is None and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
-                return _traced(model, options, skip_layers=True)
-        return _traced(model, options)
+                step = _traced(model, options, skip_layers=True)
+        step = step or _traced(model, options)
+        if not workload.eval_batch_size:
+            return step
+        evaluation = _traced(model, options._replace(workload=evaluation_of(workload)))
+        return with_pass(step, evaluation, after=True)
 
 
 class _Options(NamedTuple):
@@ -226,11 +234,13 @@ def _run(
             tensors.forget()
             running, trained, reference = of_rank
             trained = GradientsOfSkipped(trained.parameters, skipped) if skipped.lists else trained
+            cache = None
             if workload.kind == "train":
                 run_training(running, workload, inputs, ledger, trained, reference)
                 if sharding is None:
                     _count_as_own(model, ledger)
-                cache = None
+            elif workload.kind == "evaluate":
+                run_evaluation(running, workload, inputs, ledger)
             else:
                 cache = run_generation(running, workload, inputs, ledger)
         ledger.close()

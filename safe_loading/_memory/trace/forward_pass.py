@@ -1,0 +1,81 @@
+"""The forward pass of a traced step and its loss: the model's own, or that of a trainer that smoothes the labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+
+from safe_loading._core.workload import Workload
+
+from .inputs import StepInputs, engine_model
+from .ledger import Ledger
+from .reference_pass import Reference
+from .step_tensors import as_returned, autocast, classify_inputs, field, tensors_of
+
+Batch = dict[str, torch.Tensor]
+
+
+def batch_of(workload: Workload, inputs: StepInputs, ledger: Ledger) -> Batch:
+    """Return a batch with its labels, on the device."""
+    batch = inputs.batch(workload.batch_size, workload.sequence_length)
+    if workload.labels and "labels" in inputs.names and "labels" not in batch:
+        batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
+    classify_inputs(batch, ledger)
+    return batch
+
+
+def forward_pass(
+    model: torch.nn.Module, workload: Workload, batch: Batch, inputs: StepInputs, reference: Reference | None
+) -> torch.Tensor:
+    """Return the loss of a micro-batch; the output of the model is dropped, as by the Trainer."""
+    options: dict[str, Any] = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
+    if workload.label_smoothing:
+        return _smoothed(model, workload, batch, options)
+    options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
+    output = _run(model, workload, {**batch, **options})
+    if reference is not None:
+        with autocast(workload):
+            referred = reference({**batch, **options})
+        as_returned(referred, workload)
+        del referred
+    return _loss_of(output)
+
+
+def _run(model: torch.nn.Module, workload: Workload, arguments: dict[str, Any]) -> Any:
+    with autocast(workload):
+        output = model(**arguments)
+    return as_returned(output, workload)  # after autocast's end, which frees the weights that it has cast
+
+
+def _smoothed(model: torch.nn.Module, workload: Workload, batch: Batch, options: dict[str, Any]) -> torch.Tensor:
+    """Return the Trainer's loss of smoothed labels, for which the model is run without them.
+
+    trl's ``SFTTrainer`` runs the model once more, without a graph, for its metrics.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        return _loss_of(_run(model, workload, {**batch, **options}))
+    outermost: Any = engine_model(model)
+    base = outermost.get_base_model() if hasattr(outermost, "get_base_model") else outermost
+    causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    smooth: Any = LabelSmoother(0.1)  # any other factor takes as much
+    without = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    loss: torch.Tensor = smooth(_run(model, workload, {**without, **options}), labels, shift_labels=causal)
+    if workload.fused_lm_head:
+        with torch.no_grad():
+            _run(model, workload, {**batch, **options, "fused_lm_head": True})
+    return loss
+
+
+def _loss_of(output: object) -> torch.Tensor:
+    """Return the model's own loss, or the mean of its first differentiable output."""
+    loss = field(output, "loss")
+    if loss is None:
+        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        return torch.stack([t.float().mean() for t in tensors[:1]]).sum()
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
+    return loss

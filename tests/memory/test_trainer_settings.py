@@ -1,0 +1,220 @@
+"""Settings of the Trainer that change what a step takes: an evaluation, smoothed labels, and several micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from allocator import peak_above_start
+from allocator_truth import above_start
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
+
+from safe_loading import ArgumentError, Spread, Workload, audit_model, predict_memory
+from safe_loading._memory.trace import fused_lm_head
+from safe_loading._memory.trace.trace_step import trace_step
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG = LlamaConfig(**SIZES, vocab_size=2001)
+KINDS = {"Llama": (LlamaForCausalLM, CONFIG), "Bert": (BertForMaskedLM, BertConfig(**SIZES, vocab_size=2001))}
+ROWS, TOKENS = 2, 32
+STEP = Workload.train(ROWS, TOKENS, optimizer="none")
+PHASES = ("forward", "backward")
+
+
+def made(kind: str = "Llama") -> Any:
+    model_class, config = KINDS[kind]
+    return model_class(copy.deepcopy(config))  # a trainer writes to the config
+
+
+def batch_of(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    ids = torch.full((rows, TOKENS), 5)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
+    own = {name: options.pop(name) for name in ("eval_dataset", "compute_metrics") if name in options}
+    asked = {"per_device_train_batch_size": ROWS, "use_cpu": True, "bf16": False, "report_to": [], **options}
+    return Trainer(model=model, args=TrainingArguments(str(folder), **asked), train_dataset=[], **own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_smoothed_labels_takes_what_the_trainers_does(kind: str, tmp_path: Path) -> None:
+    model = made(kind)
+    plain, smoothed = (
+        above_start(trace_step(model, step), *PHASES) for step in (STEP, STEP.replace(label_smoothing=True))
+    )
+    trainer = trainer_of(model.train(), tmp_path, label_smoothing_factor=0.2)
+    model.config.use_cache = False
+
+    def run() -> None:
+        given = batch_of()
+        trainer.compute_loss(model, dict(given)).backward()
+
+    assert smoothed == pytest.approx(peak_above_start(run), rel=0.002)
+    assert plain != smoothed
+
+
+def test_trls_trainer_runs_the_model_twice_for_smoothed_labels(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: it comes with trl")
+    trl = pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
+    model = made()
+    step = STEP.replace(label_smoothing=True, fused_lm_head=True)
+    traced = above_start(trace_step(model, step), *PHASES)
+    trainer = trl.SFTTrainer.__new__(trl.SFTTrainer)
+    smoother = SimpleNamespace(model=model, args=SimpleNamespace(loss_type="nll"), optimizer=None, label_smoother=print)
+    vars(trainer).update(vars(smoother))
+    forecast = audit_model(model.train(), STEP, trainer).forecast
+    assert forecast is not None
+    assert forecast.workload == step
+    with fused_lm_head.with_fused_lm_head(model, step):
+
+        def run() -> None:
+            given = batch_of()
+            without = {name: tensor for name, tensor in given.items() if name != "labels"}
+            loss = LabelSmoother(0.1)(model(**without, use_cache=False), given["labels"], shift_labels=True)
+            with torch.no_grad():
+                model(**given, use_cache=False, fused_lm_head=True)
+            loss.backward()
+
+        assert traced == pytest.approx(peak_above_start(run), rel=0.002)
+
+
+def test_an_evaluation_takes_what_a_forward_pass_does_beside_the_optimizer() -> None:
+    step = STEP.replace(eval_batch_size=16)
+    trace = trace_step(made(), step)
+    running = made().eval()
+    held, batch = 3 * 8 * ROWS * TOKENS, batch_of(16)
+
+    def run() -> None:
+        with torch.no_grad():
+            running(**{name: tensor.clone() for name, tensor in batch.items()}, use_cache=False)
+
+    assert abs(above_start(trace, "evaluation") - peak_above_start(run) - held) <= 8  # a number
+    assert trace.workload == step
+    used = predict_memory(CONFIG, step.replace(optimizer="adamw"))
+    alone = predict_memory(CONFIG, step.replace(optimizer="adamw", eval_batch_size=0))
+    assert used.peak_at.startswith("evaluation")
+    assert used.allocated_peak_bytes > alone.allocated_peak_bytes
+    assert used.components["optimizer"] == alone.components["optimizer"] > 0
+    assert any("compute_metrics=" in note for note in used.notes)
+    assert not any("compute_metrics=" in note for note in alone.notes)
+    few = predict_memory(CONFIG, step.replace(optimizer="adamw", eval_batch_size=1))
+    assert few.allocated_peak_bytes == alone.allocated_peak_bytes
+
+
+def test_fewer_rows_of_an_evaluation_are_suggested_where_it_decides() -> None:
+    forecast = predict_memory(CONFIG, STEP.replace(eval_batch_size=64))
+    found = [each.change for each in forecast.suggestions(forecast.total_bytes - 2**20)]
+    assert found[0].startswith("eval_batch_size=")
+
+
+def test_prompts_without_labels_take_less_of_a_fused_head() -> None:
+    pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
+    step = STEP.replace(fused_lm_head=True)
+    prompts = batch_of()
+    prompts["labels"][:, : TOKENS // 2] = -100
+    every, half = predict_memory(CONFIG, step), predict_memory(CONFIG, step, inputs=prompts)
+    assert half.allocated_peak_bytes < every.allocated_peak_bytes
+    assert any("labels of -100" in note for note in every.notes)
+    assert not any("labels of -100" in note for note in half.notes)
+
+
+def test_all_micro_batches_of_a_step_are_on_the_card() -> None:
+    model = made()
+    one, two, eight = (
+        above_start(trace_step(model, STEP.replace(gradient_accumulation_steps=count)), *PHASES) for count in (1, 2, 8)
+    )
+    assert eight - two == 6 * 3 * 8 * ROWS * TOKENS  # ids, mask and labels
+    assert two > one
+
+
+def test_what_was_not_held_against_a_run_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"An evaluation was not held against ranks.*Workload\.train\("):
+        predict_memory(CONFIG, STEP.replace(eval_batch_size=2), spread=Spread.fsdp2(2))
+    with pytest.raises(ArgumentError, match="inputs= are those of a training step"):
+        predict_memory(CONFIG, STEP.replace(eval_batch_size=8), inputs=batch_of())
+    assert predict_memory(CONFIG, STEP.replace(eval_batch_size=ROWS), inputs=batch_of()).workload.eval_batch_size
+    with pytest.raises(ArgumentError, match="Liger's head leaves out"):
+        STEP.replace(label_smoothing=True, fused_lm_head="liger")
+    with pytest.raises(ArgumentError, match="leave labels=False out"):
+        STEP.replace(label_smoothing=True, labels=False)
+    with pytest.raises(ArgumentError, match="not for GRPO"):
+        Workload.grpo(2, 8, 8).replace(eval_batch_size=2)
+    with pytest.raises(ArgumentError, match="eval_batch_size=-1"):
+        STEP.replace(eval_batch_size=-1)
+    step = STEP.replace(eval_batch_size=4, label_smoothing=True)
+    assert eval(repr(step), {"Workload": Workload}) == step
+    assert Workload.from_facts(step.facts()) == step
+
+
+def test_the_evaluation_is_that_of_the_trainer(tmp_path: Path) -> None:
+    model = made().train()
+    rows = [{name: tensor[0] for name, tensor in batch_of().items()}]
+
+    def audited(inputs: dict[str, torch.Tensor] | None = None, **options: Any) -> Any:
+        asked = {"eval_strategy": "steps", "eval_dataset": rows, **options}
+        return audit_model(model, STEP, trainer_of(model, tmp_path, **asked), inputs=inputs)
+
+    def said(report: Any, text: str) -> bool:
+        return any(text in each for each in report.skipped)
+
+    assert audited().forecast.workload == STEP.replace(eval_batch_size=8)  # what the Trainer takes unless it is told
+    assert audited(per_device_eval_batch_size=3).forecast.workload.eval_batch_size == 3
+    assert audited(eval_strategy="no").forecast.workload == STEP
+    assert said(audited(compute_metrics=lambda _: {}), "compute_metrics= collects")
+    assert not said(audited(compute_metrics=lambda _: {}, eval_accumulation_steps=1), "compute_metrics=")
+    other = audited(batch_of())
+    assert other.forecast.workload == STEP
+    assert said(other, "in batches of 8 rows")
+    smoothed = audited(eval_strategy="no", label_smoothing_factor=0.1)
+    assert smoothed.forecast.workload == STEP.replace(label_smoothing=True)
+
+
+ON_CUDA = """
+    import tempfile
+    import transformers
+    from safe_loading import Workload, predict_memory
+    from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments, default_data_collator
+
+    SIZES = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, vocab_size=4000)
+    ROWS, TOKENS = 4, 128
+
+    def compare(arguments, **step):
+        config = BertConfig(**SIZES)
+        work = Workload.train(ROWS, TOKENS, **step)
+        predicted = predict_memory(BertConfig(**SIZES), work, capability=(9, 0), auto_class=BertForMaskedLM)
+        # without a mask, whose values no simulated kernel makes
+        rows = [{"input_ids": [5] * TOKENS, "labels": [5] * TOKENS}] * 64
+        args = TrainingArguments(
+            tempfile.mkdtemp(), per_device_train_batch_size=ROWS, max_steps=3, report_to=[], save_strategy="no",
+            disable_tqdm=True, **arguments,
+        )
+        model = BertForMaskedLM(config)
+        Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator).train()
+        return [predicted.allocated_peak_bytes, torch.cuda.max_memory_allocated(0)]
+
+    case(lambda: compare({}), "plain")
+    case(lambda: compare({"gradient_accumulation_steps": 4}, gradient_accumulation_steps=4), "micro-batches")
+    case(lambda: compare({"label_smoothing_factor": 0.1}, label_smoothing=True), "smoothed")
+    case(lambda: compare({"eval_strategy": "steps", "eval_steps": 1}, eval_batch_size=8), "evaluation")
+    case(lambda: compare({"eval_strategy": "steps", "eval_steps": 1, "bf16": True, "gradient_checkpointing": True},
+                         eval_batch_size=8, autocast="bfloat16", gradient_checkpointing=True), "mixed evaluation")
+"""
+
+
+@pytest.mark.gpu
+def test_the_trainer_itself_takes_the_forecast_on_a_card(simulated_cuda: CudaRunner) -> None:
+    found = simulated_cuda.run(ON_CUDA, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": None, "SIMCUDA_DEVICES": "1"})
+    del found["code"]
+    assert len(found) == 5
+    for name, (predicted, real) in found.items():
+        # the masks that are not passed here, and a few numbers a step
+        assert predicted == pytest.approx(real, abs=8 * 4 * 128 * 4 + 4096), name
