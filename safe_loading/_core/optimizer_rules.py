@@ -21,21 +21,26 @@ class OptimizerRule:
     paged: bool = False  # whether large moments are in pages that the driver moves to the host
 
     def state_bytes(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> int:
-        """Return the bytes of state of one trainable parameter, step counters left out.
+        """Return the bytes of state of one trainable parameter, step counters left out."""
+        return sum(self.state_parts(shape, itemsize, of_embedding=of_embedding))
+
+    def state_parts(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> list[int]:
+        """Return the bytes of each tensor of state of one trainable parameter, in the order in which they are made.
 
         The Trainer keeps the moments of embeddings in 32 bits where others have 8.
         """
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
         in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
         if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
-            return 0 if in_pages else self.moments * count * 4
+            return [] if in_pages else [count * 4] * self.moments
         if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
-            return self.moments * (count * width * (not in_pages) + math.ceil(count / self.block) * 4)
+            moments = [] if in_pages else [count * width] * self.moments
+            return moments + [math.ceil(count / self.block) * 4] * self.moments
         if in_pages:
-            return 0
+            return []
         if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
-            return (count // shape[-1] + count // shape[-2]) * width
-        return (self.moments or int(self.factored)) * count * width
+            return [count // shape[-1] * width, count // shape[-2] * width]
+        return [count * width] * (self.moments or int(self.factored))
 
 
 _FUSED = (("fused", True),)

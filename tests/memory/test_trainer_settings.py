@@ -127,6 +127,17 @@ def test_prompts_without_labels_take_less_of_a_fused_head() -> None:
     assert not any("labels of -100" in note for note in half.notes)
 
 
+def test_a_state_in_8_bits_is_made_tensor_by_tensor() -> None:
+    """The allocator rounds each of them: two moments in bytes, and two statistics of their blocks."""
+    wide = LlamaConfig(**SIZES | {"hidden_size": 256}, vocab_size=1000)
+    trace = trace_step(LlamaForCausalLM(wide), STEP.replace(optimizer="adamw_8bit"))
+    made = [each.bytes for each in trace.allocations if each.component == "optimizer"]
+    head, blocks = 1000 * 256, 1000 * 4
+    place = made.index(head)
+    assert made[place : place + 4] == [head, head, blocks, blocks]
+    assert made.count(4 * head) == 2  # the embedding's, in 32 bits as the Trainer keeps them
+
+
 def test_all_micro_batches_of_a_step_are_on_the_card() -> None:
     model = made()
     one, two, eight = (

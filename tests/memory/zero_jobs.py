@@ -33,3 +33,9 @@ def forecast(
     workload = Workload.train(rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter)
     spread = Spread.zero(**{"ranks": 2, "param_dtype": dtype, **zero})
     return predict_memory(on_meta(dtype), workload, spread=spread, capability=(9, 0))
+
+
+def held_batches(predicted: MemoryForecast) -> int:
+    """Return the bytes of the batches, of which the loop with the engine let go before the backward pass."""
+    step = predicted.workload
+    return 3 * 8 * step.batch_size * step.sequence_length * step.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""The evaluation that a trainer runs between steps: in the words of a workload, and its parts that no forecast counts."""
+"""The evaluation that a trainer runs between steps: as a workload, and its parts that no forecast counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GENERATED = "forecast: predict_with_generate=True: what the evaluation generate
 def with_evaluation_of(
     trainer: Any, workload: Workload | None, inputs: Mapping[str, torch.Tensor] | None
 ) -> tuple[Workload | None, list[str]]:
-    """Return a training step with the evaluation that the trainer's arguments ask for, and the parts that are left out, in sentences."""
+    """Return a training step with the evaluation that the trainer asks for, and sentences about the parts left out."""
     rows = _rows_of(trainer)
     if workload is None or workload.kind != "train" or not rows or workload.completion_length:
         return workload, []

@@ -203,8 +203,8 @@ def _allocate_state(
         return
     for parameter in parameters:
         of_embedding = any(parameter is weight for weight in embeddings)
-        size = rule.state_bytes(parameter.shape, parameter.itemsize, of_embedding=of_embedding)
-        if size:
+        parts = rule.state_parts(parameter.shape, parameter.itemsize, of_embedding=of_embedding)
+        for size in filter(None, parts):
             state = torch.empty(size, dtype=torch.uint8, device=parameter.device)
             ledger.classify(ledger.index_of(state), "optimizer")
             ledger.keep_alive(state)
