@@ -61,7 +61,7 @@ def test_a_rank_takes_what_deepspeeds_engine_took(case: str) -> None:
     seen, step, zero = SEEN[case]
     predicted = forecast(zero, **step)
     more = max(predicted.ranks.values()) - seen
-    assert -NUMBERS <= more <= NUMBERS or more == pytest.approx(held_batches(predicted), abs=NUMBERS)
+    assert -NUMBERS <= more <= held_batches(predicted) + NUMBERS
 
 
 def test_settings_say_how_much_is_whole_at_a_time() -> None:

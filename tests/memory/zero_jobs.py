@@ -36,6 +36,9 @@ def forecast(
 
 
 def held_batches(predicted: MemoryForecast) -> int:
-    """Return the bytes of the batches, of which the loop with the engine let go before the backward pass."""
+    """Return the bytes of the batches, of which the loop with the engine let go before the backward pass.
+
+    What the graph keeps of them, such as the labels, was there.
+    """
     step = predicted.workload
     return 3 * 8 * step.batch_size * step.sequence_length * step.gradient_accumulation_steps
