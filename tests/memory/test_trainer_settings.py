@@ -14,7 +14,7 @@ from allocator_truth import above_start
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
-from safe_loading import ArgumentError, Spread, Workload, audit_model, predict_memory
+from safe_loading import ArgumentError, Spread, Workload, audit_model, plan_device_map, predict_memory
 from safe_loading._memory.trace import fused_lm_head
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -108,6 +108,13 @@ def test_an_evaluation_takes_what_a_forward_pass_does_beside_the_optimizer() -> 
     assert not any("compute_metrics=" in note for note in alone.notes)
     few = predict_memory(CONFIG, step.replace(optimizer="adamw", eval_batch_size=1))
     assert few.allocated_peak_bytes == alone.allocated_peak_bytes
+
+
+def test_a_plan_leaves_room_for_an_evaluation() -> None:
+    plain, evaluated = (
+        plan_device_map(made(), {0: "1GiB"}, workload=step) for step in (STEP, STEP.replace(eval_batch_size=64))
+    )
+    assert evaluated.devices[0].used > plain.devices[0].used
 
 
 def test_fewer_rows_of_an_evaluation_are_suggested_where_it_decides() -> None:

@@ -61,7 +61,7 @@ def run_training(
         trained.rehearsed()
         trained.drop_gradients()
     ledger.make_resident(first_update)
-    _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
+    held = _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
     ledger.phase = "optimizer"
     trained.before_step()
     if optimizer is not None:
@@ -74,6 +74,7 @@ def run_training(
         ledger.keep_alive(tensor)
     trained.after_step()
     trained.drop_gradients()
+    held.clear()
 
 
 def _run_micro_batches(
@@ -84,10 +85,10 @@ def _run_micro_batches(
     trained: TrainedParameters,
     micro_batches: int,
     reference: Reference | None,
-) -> None:
-    """Run the forward and the backward pass of each micro-batch.
+) -> list[Batch]:
+    """Run the forward and the backward pass of each micro-batch, and return the batches.
 
-    The batches of all micro-batches are on the device until the step ends, as the Trainer brings them.
+    Those of all micro-batches are on the device until the optimizer's step has ended, as the Trainer brings them.
     """
     ledger.phase = "forward"
     grpo = GrpoStep(model, workload, inputs, ledger, reference) if workload.completion_length else None
@@ -111,6 +112,7 @@ def _run_micro_batches(
         trained.scaled(loss).backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
+    return batches
 
 
 class _Importance:
