@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,6 +43,7 @@ from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.reference_pass import refuse_reference_over_ranks
 from .trace.scan_kernels import scan_stand_ins
+from .trace.step_tensors import outputs_kept
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
 from .trace.two_ends import peaks_of_phases, trace_two_ends
@@ -337,15 +338,7 @@ def _scan_notes(kinds: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-@contextlib.contextmanager
-def _kept_outputs(model: torch.nn.Module, keep: bool | str) -> Iterator[None]:
-    """Keep the model's output alive until its next call, as a loop's variable does."""
+def _kept_outputs(model: torch.nn.Module, keep: bool | str) -> contextlib.AbstractContextManager[None]:
     if keep not in (True, False, "across_steps"):
         raise ArgumentError(f"keep_outputs={keep!r:.80}: True, False or 'across_steps'.")
-    kept: dict[str, object] = {}
-    hook = model.register_forward_hook(lambda _, __, output: kept.update(output=output)) if keep else None
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.remove()
+    return outputs_kept(model) if keep else contextlib.nullcontext()

@@ -196,9 +196,17 @@ def test_the_evaluation_is_that_of_the_trainer(tmp_path: Path) -> None:
     assert smoothed.forecast.workload == STEP.replace(label_smoothing=True)
 
 
+def test_a_loop_that_holds_its_output_holds_accelerates_copy_of_it() -> None:
+    """Logits in float32 under autocast, and not those in 16 bits that the model itself returned."""
+    logits = 8 * 128 * 2001 * 4
+    step = Workload.train(8, 128, autocast="bfloat16")
+    held, let_go = (predict_memory(CONFIG, step, keep_outputs=keep).allocated_peak_bytes for keep in (True, False))
+    assert held - let_go == pytest.approx(logits, rel=0.3)
+
+
 ON_CUDA = """
     import tempfile
-    import transformers
+    from accelerate import Accelerator
     from safe_loading import Workload, predict_memory
     from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments, default_data_collator
 
@@ -219,6 +227,23 @@ ON_CUDA = """
         Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator).train()
         return [predicted.allocated_peak_bytes, torch.cuda.max_memory_allocated(0)]
 
+    def looped():
+        step = Workload.train(ROWS, TOKENS, autocast="bfloat16", optimizer="adamw_foreach")
+        held = dict(capability=(9, 0), auto_class=BertForMaskedLM, keep_outputs="across_steps")
+        predicted = predict_memory(BertConfig(**SIZES), step, **held)
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = BertForMaskedLM(BertConfig(**SIZES)).train()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            ids = torch.full((ROWS, TOKENS), 5, device="cuda")
+            batch = {"input_ids": ids, "labels": ids.clone()}
+            output = model(**batch)
+            accelerator.backward(output.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [predicted.allocated_peak_bytes, torch.cuda.max_memory_allocated(0)]
+
+    case(looped, "loop of accelerate")
     case(lambda: compare({}), "plain")
     case(lambda: compare({"gradient_accumulation_steps": 4}, gradient_accumulation_steps=4), "micro-batches")
     case(lambda: compare({"label_smoothing_factor": 0.1}, label_smoothing=True), "smoothed")
@@ -232,7 +257,7 @@ ON_CUDA = """
 def test_the_trainer_itself_takes_the_forecast_on_a_card(simulated_cuda: CudaRunner) -> None:
     found = simulated_cuda.run(ON_CUDA, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": None, "SIMCUDA_DEVICES": "1"})
     del found["code"]
-    assert len(found) == 5
+    assert len(found) == 6
     for name, (predicted, real) in found.items():
         # the masks that are not passed here, and a few numbers a step
         assert predicted == pytest.approx(real, abs=8 * 4 * 128 * 4 + 4096), name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from safe_loading._core.workload import Workload
 
 from .ledger import Ledger
 
+# the output that a loop's variable holds
+_KEPT: ContextVar[dict[str, object] | None] = ContextVar("the kept output", default=None)
 _DEEPEST_CACHE = 6  # containers and objects inside one another
 
 
@@ -23,9 +27,26 @@ def autocast(workload: Workload) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=getattr(torch, workload.autocast))
 
 
+@contextlib.contextmanager
+def outputs_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the model's output alive until its next call, as a loop's variable does."""
+    kept: dict[str, object] = {}
+    token = _KEPT.set(kept)
+    hook = model.register_forward_hook(lambda _, __, output: kept.update(output=output))
+    try:
+        yield
+    finally:
+        hook.remove()
+        _KEPT.reset(token)
+
+
 def as_returned(output: Any, workload: Workload) -> Any:
     """Return an output of a model under accelerate's mixed precision, which copies it to float32 while it is there."""
-    return output if workload.autocast is None else convert_to_fp32(output)
+    returned = output if workload.autocast is None else convert_to_fp32(output)
+    kept = _KEPT.get()
+    if kept is not None:
+        kept["output"] = returned
+    return returned
 
 
 def classify_inputs(batch: object, ledger: Ledger) -> None:
