@@ -1,10 +1,10 @@
 """Weights of a base that transformers would copy more than once, read straight to where they are used.
 
 transformers maps a file. On the host a weight that is used as it is on disk costs nothing until it is touched, and one
-that is cast is fused once: neither can be bettered. A weight that is fused from a tensor for each expert it copies two
-or three times, and all that goes to a CUDA device it copies from pageable memory. These are taken out of the hands of
-its loader, and each byte goes from its file to its place, to a device through two pinned buffers. Everything else is
-transformers' own: the model, its other weights, what is missing or unexpected, ties.
+that is cast is cast once, in several threads: neither can be bettered. A weight that is fused from a tensor for each
+expert it copies two or three times, and all that goes to a CUDA device it copies from pageable memory. These are taken
+out of the hands of its loader, and each byte goes from its file to its place, to a device through two pinned buffers.
+Everything else is transformers' own: the model, its other weights, what is missing or unexpected, ties.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.collector import young_collections_put_off
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
@@ -91,6 +92,7 @@ class Loaded(NamedTuple):
     findings: list[Finding]
 
 
+@young_collections_put_off()
 def check_before_load(
     base: Resolved, adapters: Sequence[Adapter], options: LoadOptions, opened: ModelFolder | None = None
 ) -> BaseOnDisk:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from safe_loading._core.collector import full_collections_put_off
+from safe_loading._core.collector import full_collections_put_off, young_collections_put_off
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +51,29 @@ def test_what_somebody_else_sets_stays(others: tuple[int, int, int]) -> None:
     with full_collections_put_off():
         assert gc.get_threshold() == (*others[:2], max(others[2], 100))
     assert gc.get_threshold() == others
+    with young_collections_put_off():
+        assert gc.get_threshold() == others
+    assert gc.get_threshold() == others
+
+
+def test_objects_that_are_gone_soon_begin_no_full_collection(before: tuple[int, int, int]) -> None:
+    gc.collect()
+    begun = list[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with young_collections_put_off():
+            for _ in range(20 + len(gc.get_objects()) // 10_000):  # a quarter of those would begin one
+                objects = [list[int]() for _ in range(8_000)]
+                del objects
+        assert gc.get_threshold() == before
+        kept = [list[int]() for _ in range(20_000)]  # nor after it
+    finally:
+        gc.callbacks.remove(note)
+    assert len(kept) == 20_000
+    assert 0 in begun
+    assert 2 not in begun

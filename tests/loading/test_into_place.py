@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -22,9 +23,11 @@ from transformers import core_model_loading, modeling_utils
 
 from safe_loading import CheckpointError, load_peft_on_rank
 from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._loading import into_place, load
 from safe_loading._loading.base_model import base_on_meta
 from safe_loading._loading.into_place import IntoPlace, plan_into_place, read_into_place
 from safe_loading._loading.report import FROM_PRETRAINED, INTO_PLACE
+from safe_loading._model.layout import reading
 from safe_loading._model.layout.layout import read_layout
 from safe_loading._ranks.rank_devices import RankDevices
 
@@ -131,6 +134,28 @@ def test_the_report_says_which_method_was_taken_and_why(mixtral: Path, tmp_path:
     assert [part.method for part in loaded.load_report.parts] == ["", ""]
     for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_check_and_the_plan_of_the_reads_put_collections_of_young_objects_off(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base: Any = transformers.MixtralForCausalLM.from_pretrained(mixtral)
+    adapted: Any = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path)
+    seen: dict[str, int] = {}
+    for module, name in ((load, "read_layout"), (reading, "blocks_of_range"), (into_place, "missing_of_load")):
+        original = getattr(module, name)
+
+        def noting(*given: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            seen[name] = gc.get_threshold()[0]
+            return original(*given, **options)
+
+        monkeypatch.setattr(module, name, noting)
+    before = gc.get_threshold()
+    load_peft_on_rank(tmp_path, mixtral, device="cpu")
+    later = max(10_000, before[0])
+    assert seen == {"read_layout": later, "blocks_of_range": later, "missing_of_load": before[0]}
+    assert gc.get_threshold() == before
 
 
 def test_files_that_transformers_has_read_ahead_are_left_to_it(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from safe_loading._checkpoint.copy_bytes import MOST_BUFFERS, read_into
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._core import progress as _progress
+from safe_loading._core.collector import young_collections_put_off
 from safe_loading._core.report import MiB
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer
@@ -88,6 +89,7 @@ class ReadPlan:
     conversions: Iterable[ConvertedTargets]
 
 
+@young_collections_put_off()
 def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> ReadPlan:
     """Find the blocks that fill each target; no file is opened."""
     reads: list[PlannedRead] = []
