@@ -1,12 +1,13 @@
 """How a base gets to where it is used: load_peft_on_rank beside from_pretrained, and beside reading the bytes alone.
 
 Five checkpoints: dense weights in the dtype that they are used in, the same with a cast, a mixture of experts that
-transformers fuses, the same in very many small tensors, and a small base for the first load of a process. Each
-measurement is a fork of a process that has loaded a tiny model by every method. The fork does so once more before, or
-the pages that a fork copies when it writes to them would be counted as the load's. ``preadv`` reads all bytes into one
-block of fresh memory; ``into place`` is a loop that reads each tensor where it is used, which is the floor for a cast
-and for fused experts. ``load_file`` and ``from_pretrained`` map files: ``touch`` is the time of the first pass over the
-weights afterwards. At a first load the package has its bytecode, as where pip installed it.
+transformers fuses, the same in very many small tensors, and a small base for the first load of a process. The cast
+and the mixture once more, twice as wide: what a load costs for each byte, apart from what it costs once. Each
+measurement is a fork of a process that has loaded a tiny model of each class by every method. The fork does so once
+more before, or the pages that a fork copies when it writes to them would be counted as the load's. ``preadv`` reads all
+bytes into one block of fresh memory; ``into place`` is a loop that reads each tensor where it is used, which is the
+floor for a cast and for fused experts. ``load_file`` and ``from_pretrained`` map files: ``touch`` is the time of the
+first pass over the weights afterwards. At a first load the package has its bytecode, as where pip installed it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from _common import (
     write_json,
 )
 from _load_bars import pictures, shown
+from _load_methods import METHODS, ours, tensors_of
 from _recorded import record
 
 Facts = dict[str, float]
@@ -55,6 +57,11 @@ TITLES = {
     "cast": "Dense weights, float32 on disk and bfloat16 in use",
     "mixture": "A mixture of experts, bfloat16",
     "many": "Many small tensors of experts, bfloat16",
+}
+# As many layers and tensors as the others of these names, each tensor of four times the bytes.
+WIDE = {
+    "wide cast": {**DENSE, "hidden_size": 2048, "intermediate_size": 8192, "dtype": "float32"},
+    "wide mixture": {**MIXTURE, "hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 1024},
 }
 # The functions that stand for a step of a load, by their places in the package.
 STEPS = {
@@ -88,16 +95,20 @@ def make(folder: Path, mebibytes: int, tensors: int) -> Facts:
 
     layers = {"dense": max(1, mebibytes // 32), "mixture": max(1, mebibytes // 49)}
     layers |= {"cast": layers["dense"] // 2 or 1, "many": max(1, round(tensors / 3 / SMALL["num_experts"]))}
+    layers |= {kind: layers[kind.removeprefix("wide ")] for kind in WIDE}
     sizes = {
         "dense": ("Llama", DENSE),
         "cast": ("Llama", {**DENSE, "dtype": "float32"}),
         "mixture": ("Qwen3Moe", MIXTURE),
         "many": ("Qwen3Moe", SMALL),
+        "wide cast": ("Llama", WIDE["wide cast"]),
+        "wide mixture": ("Qwen3Moe", WIDE["wide mixture"]),
     }
     made: dict[str, tuple[str, dict[str, Any]]] = {
         kind: (name, {**fields, "num_hidden_layers": layers[kind]}) for kind, (name, fields) in sizes.items()
     }
     made["tiny"] = ("Qwen3Moe", {**SMALL, "num_hidden_layers": 1, "num_experts": 4})
+    made["tiny dense"] = ("Llama", {**DENSE, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64})
     made["small"] = ("Llama", {**DENSE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4})
     for kind, (name, fields) in made.items():
         config = getattr(transformers, f"{name}Config")(**fields)
@@ -113,111 +124,6 @@ def make(folder: Path, mebibytes: int, tensors: int) -> Facts:
         model.save_pretrained(str(folder / kind / "adapter"))
     os.sync()  # pages that are not written yet cannot be dropped from the page cache
     return {}
-
-
-def tensors_of(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], int]]:
-    """Yield each tensor on disk, in the order of the files: its file, name, entry in the header, and first byte."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            yield path, name, entry, 8 + size + entry["data_offsets"][0]
-
-
-def preadv(folder: Path) -> Any:
-    """Read the bytes of all tensors, file by file, into one block of memory."""
-    import torch
-
-    paths = sorted(folder.glob("*.safetensors"))
-    block = torch.empty(sum(path.stat().st_size for path in paths), dtype=torch.uint8)
-    room: memoryview = block.numpy().data
-    for path in paths:
-        with path.open("rb") as file:
-            while done := os.preadv(file.fileno(), [room[: 1 << 30]], file.tell()):
-                file.seek(done, os.SEEK_CUR)
-                room = room[done:]
-    return [block]
-
-
-def into_place(folder: Path) -> Any:
-    """Read each tensor where it is used: an expert into its slice of the fused parameter, a cast through a buffer."""
-    import torch
-
-    config = json.loads((folder / "config.json").read_text())
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    cast = folder.name == "cast"
-    places, buffer = dict[object, Any](), torch.empty(1 << 22, dtype=torch.uint8)
-    for path, tensors in itertools.groupby(tensors_of(folder), key=lambda found: found[0]):
-        with path.open("rb") as file:
-            for _, name, entry, begin in tensors:
-                flat, step = _place(places, name, entry["shape"], experts).view(-1), len(buffer) // 4
-                if not cast:
-                    os.preadv(file.fileno(), [flat.view(torch.uint8).numpy().data], begin)
-                    continue
-                for start in range(0, len(flat), step):
-                    part = flat[start : start + step]
-                    room = buffer[: 4 * len(part)]
-                    os.preadv(file.fileno(), [room.numpy().data], begin + 4 * start)
-                    part.copy_(room.view(torch.float32))
-    return list(places.values())
-
-
-def _place(places: dict[object, Any], name: str, shape: list[int], count: int) -> Any:
-    import torch
-
-    before, of_expert, after = name.partition(".experts.")
-    if not of_expert:
-        return places.setdefault(name, torch.empty(shape, dtype=torch.bfloat16))
-    number, kind, _ = after.split(".")
-    rows = 1 if kind == "down_proj" else 2
-    key = before, rows
-    if key not in places:
-        places[key] = torch.empty(count, rows * shape[0], shape[1], dtype=torch.bfloat16)
-    whole = places[key][int(number)]
-    return whole[shape[0] :] if kind == "up_proj" else whole[: shape[0]]
-
-
-def load_file(folder: Path) -> Any:
-    """Load by safetensors alone, which maps the files."""
-    from safetensors.torch import load_file
-
-    return [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in load_file(path).values()]
-
-
-def from_pretrained(folder: Path) -> Any:
-    """Load the base by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-def plain_calls(folder: Path) -> Any:
-    """Load the base by transformers, and the adapter by peft."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(from_pretrained(folder), folder / "adapter")
-
-
-def ours(folder: Path) -> Any:
-    """Load both by load_peft_on_rank."""
-    import torch
-
-    from safe_loading import load_peft_on_rank
-
-    return load_peft_on_rank(folder / "adapter", folder, device="cpu", dtype=torch.bfloat16)
-
-
-METHODS: dict[str, Callable[[Path], Any]] = {
-    "preadv": preadv,
-    "into place": into_place,
-    "load_file": load_file,
-    "from_pretrained": from_pretrained,
-    "and PeftModel": plain_calls,
-    "safe_loading": ours,
-}
 
 
 def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
@@ -250,13 +156,19 @@ def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
     return found
 
 
+def warm_up(folder: Path, load: Callable[[Path], Any]) -> None:
+    """Load the tiny models, and collect what that leaves."""
+    for tiny in ("tiny", "tiny dense"):
+        load(folder / tiny)
+    gc.collect()
+
+
 def timed(folder: Path, method: str, *, cold: bool = False, first: bool = False) -> Facts:
     """Return what a load takes: seconds, CPU seconds, bytes read, and seconds of a first pass over the weights."""
     import torch
 
     if not first:
-        METHODS[method](folder.parent / "tiny")
-        gc.collect()
+        warm_up(folder.parent, METHODS[method])
     if cold:
         for path in folder.glob("*.safetensors"):
             with path.open("rb") as file:
@@ -300,8 +212,7 @@ def in_parts(folder: Path) -> Facts:
 
         return call
 
-    ours(folder.parent / "tiny")
-    gc.collect()
+    warm_up(folder.parent, ours)
     for step, places in STEPS.items():
         for place in places:
             module = importlib.import_module(f"safe_loading.{place.rpartition('.')[0]}")
@@ -350,8 +261,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"import": min((in_forks([importing])[0] for _ in range(args.repeats)), key=by_cpu)}
     found["first"] = least(folder / "small", loads, args.repeats, first=True)
     for load in METHODS.values():
-        load(folder / "tiny")
-    gc.collect()
+        warm_up(folder, load)
     start = time.process_time()
     gc.collect()
     found["collection"] = time.process_time() - start
@@ -371,6 +281,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
         parts = [in_forks([functools.partial(in_parts, folder / kind)])[0] for _ in range(args.repeats)]
         found["parts"][kind] = min(parts, key=by_cpu)
+    found["wide"] = {}
+    for kind in WIDE:
+        say(kind)
+        size = sum(path.stat().st_size for path in (folder / kind).glob("*.safetensors"))
+        found["wide"][kind] = {
+            "bytes": size,
+            "cpu": least(folder / kind, ["into place", "and PeftModel", "safe_loading"], args.repeats),
+        }
     for count in args.ranks:
         say(f"{count} ranks")
         work = functools.partial(timed, folder / "mixture", "safe_loading")
@@ -421,6 +339,26 @@ def kind_table(found: dict[str, Any], kind: str, *, quick: bool) -> str:
     return table(title, (*header, "cold: seconds", "from disk MiB"), rows, notes)
 
 
+def wide_table(found: dict[str, Any], *, quick: bool) -> str:
+    """Tell the CPU time of wide models beside narrow ones, for a byte and for a load of none."""
+    header = ("method", "CPU s", "of the loop", "wide: CPU s", "of the loop", "each byte, of the loop", "fixed: CPU s")
+    rows, notes = [], []
+    for wide, facts in found["wide"].items():
+        kind = wide.removeprefix("wide ")
+        narrow = found["warm"][kind]
+        apart = (facts["bytes"] - found["sizes"][kind]["bytes"]) / MIB
+        slopes = {name: (each["cpu"] - narrow[name]["cpu"]) / apart for name, each in facts["cpu"].items()}
+        loops = narrow["into place"]["cpu"], facts["cpu"]["into place"]["cpu"]
+        for name, slope in slopes.items():
+            both = narrow[name]["cpu"], facts["cpu"][name]["cpu"]
+            fixed = both[0] - slope * found["sizes"][kind]["bytes"] / MIB
+            times = [cell for cpu, loop in zip(both, loops, strict=True) for cell in (f"{cpu:.3f}", ratio(cpu, loop))]
+            rows.append((f"{kind}, {name}", *times, ratio(slope, slopes["into place"]), f"{fixed:.3f}"))
+        reached = facts["cpu"]["safe_loading"]["cpu"] / loops[1]
+        notes.append(goal(f"{wide}, CPU of `into place`", reached, CPU_OF_FLOOR, "x", quick=quick))
+    return table("The same layers, nearly each tensor of four times the bytes", header, rows, notes)
+
+
 def ranks_table(found: dict[str, Any], *, quick: bool) -> str:
     """Tell what several processes read that load one mixture at once, the first of them with a cold cache."""
     size, rows = found["sizes"]["mixture"]["bytes"], []
@@ -441,8 +379,7 @@ def parts_table(found: dict[str, Any]) -> str:
     for kind, parts in found["parts"].items():
         seconds = [parts[step] for step in STEPS]
         rows.append((kind, *(f"{each:.3f}" for each in (*seconds, parts["cpu"] - sum(seconds), parts["cpu"]))))
-    collection = f"{found['collection']:.3f} CPU s, in the step that makes one object too many"
-    notes = [f"one full collection of Python's garbage collector takes {collection}"]
+    notes = [f"a full collection of Python's garbage collector would take {found['collection']:.3f} CPU s; none begins"]
     return table("Where the CPU time goes", header, rows, notes)
 
 
@@ -476,6 +413,7 @@ def main() -> None:
     print(headline())
     for kind in TITLES:
         print(kind_table(found, kind, quick=args.quick))
+    print(wide_table(found, quick=args.quick))
     print(ranks_table(found, quick=args.quick))
     print(parts_table(found))
     print(first_table(found, quick=args.quick))
