@@ -124,7 +124,7 @@ def _match_base_weights(
 ) -> None:
     """Accept the weights of the base that peft saves with an adapter, and refuse all others."""
     named, config = named_tensors(model), model.peft_config[name]
-    place_of = _places_in_base(without_slot, named)
+    place_of = _places_in_base(without_slot, named, under_others=not _ties_later(model, name))
     tensors = {key: named[place] for key, place in place_of.items()}
     embedding_ids = {id(tensor) for tensor in embeddings}
     # save_embedding_layers writes the input and the output embedding, never one alone: that was a module to save.
@@ -156,14 +156,15 @@ def _match_base_weights(
             match.base_writes[place_of[key]] = value
 
 
-def _places_in_base(keys: Iterable[str], named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _places_in_base(keys: Iterable[str], named: Mapping[str, torch.Tensor], *, under_others: bool) -> dict[str, str]:
     """Return the keys in the model of the tensors that a file has, by their keys in the file.
 
     Around a module of the base the layers of other adapters may lie, where the file is written and where it is read.
+    Not ``under_others``: what a later adapter ties is its own, has no slot in peft, and must not replace the base's.
     """
     found = {key: key for key in keys if key in named}
     lacking = [key for key in keys if key not in named]
-    if lacking:
+    if lacking and under_others:
         places = {without_peft_levels(place): place for place in named if place not in found}
         found |= {key: places[plain] for key in lacking if (plain := without_peft_levels(key)) in places}
     return found
@@ -225,6 +226,11 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
+def _ties_later(model: PeftModel, adapter: str) -> bool:
+    """Return whether an adapter is to tie what it trains, and is not the first one of its model."""
+    return len(model.peft_config) > 1 and getattr(model.peft_config[adapter], "ensure_weight_tying", False) is True
+
+
 def _module_of(key: str) -> str:
     return key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
 
@@ -234,7 +240,7 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
     name = without_peft_prefix(path)
     if path in modules and path != PEFT_PREFIX.rstrip("."):
         # peft looks for the ties of the base by names that the wrappers of the adapters before it have changed.
-        if getattr(model.peft_config[adapter], "ensure_weight_tying", False) and len(model.peft_config) > 1:
+        if _ties_later(model, adapter):
             message = (
                 f"ensure_weight_tying ties {name!r} for the first adapter of a model alone, and this is a later one"
             )

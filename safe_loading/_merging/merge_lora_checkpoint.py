@@ -30,6 +30,7 @@ from safe_loading._output.output_folder import check_apart, output_path
 from safe_loading._output.stage import Records, Stage
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import guarded, own_device
+from safe_loading._ranks.launcher import cores
 from safe_loading.errors import ArgumentError
 
 from .disk.changes import FLOATS, NAMES
@@ -40,7 +41,7 @@ from .disk.report import MergeReport
 from .disk.small_files import small_files
 from .disk.sources import checked_weights, merge_request, open_sources
 from .disk.tokenizer_ids import refuse_ids_without_rows
-from .disk.write_files import WriteJob, WrittenFile, cores, from_journal, is_readable, one_torch_thread, write_files
+from .disk.write_files import WriteJob, WrittenFile, from_journal, is_readable, one_torch_thread, write_files
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

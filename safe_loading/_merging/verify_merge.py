@@ -27,6 +27,7 @@ from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
 from safe_loading._model.formats.registry import STORED, format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._ranks.default_device import tensors_on_host
+from safe_loading._ranks.launcher import cores
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
 
 from .disk.changes import Changes
@@ -43,7 +44,7 @@ from .disk.quantized_base import read_as_plain
 from .disk.record import adapters_of, weights_of
 from .disk.small_files import small_files
 from .disk.sources import MergeSources, checked_weights, merge_request, open_sources
-from .disk.write_files import cores, one_torch_thread
+from .disk.write_files import one_torch_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

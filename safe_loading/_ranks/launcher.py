@@ -59,6 +59,16 @@ def local_rank() -> int:
     return read_launcher(os.environ).local_rank or 0
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of_rank() -> int:
+    """Return this process's share of the cores that it and the other ranks of its node may use; at least one."""
+    return max(1, cores() // (read_launcher(os.environ).local_size or 1))
+
+
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
     """Read this process's place on its node from the environment; a single process has no local rank there.
 

@@ -110,7 +110,8 @@ def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
         return audit_model(model, step, made)
 
     assert report(trl.SFTTrainer).forecast.workload == step.replace(fused_lm_head=True)
-    # each of these needs the logits
+    # this needs the logits
     assert not report(trl.SFTTrainer, compute_loss_func=print).forecast.workload.fused_lm_head
-    assert not report(trl.SFTTrainer, label_smoother=print).forecast.workload.fused_lm_head
+    smoothed = step.replace(fused_lm_head=True, label_smoothing=True)  # with logits, and once more for the metrics
+    assert report(trl.SFTTrainer, label_smoother=print).forecast.workload == smoothed
     assert not report(trl.RewardTrainer).forecast.workload.fused_lm_head

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +25,7 @@ from safe_loading._core.report import MiB
 from safe_loading._model.layout import read_blocks, reading
 from safe_loading._model.layout.checkpoint_source import CheckpointSource, disk_tensors
 from safe_loading._model.layout.reading import ShardTarget, differing, read_targets
+from safe_loading._ranks import launcher
 from safe_loading._sharding.buffers import compute_buffers
 from safe_loading._sharding.fsdp2 import own_rows
 from safe_loading._sharding.open_source import open_source
@@ -304,6 +309,70 @@ def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.M
     assert requests == sorted(requests, key=lambda request: (files.index(request[0]), request[1]))
     assert len(filled) == len(targets)
     assert len(requests) == len(files)  # whatever follows one another in a file is read in one call
+
+
+def slow_reads_in_threads(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = bool) -> set[str]:
+    """Have four threads read short calls and each file be closed after its reads; return the names of the threads."""
+    names: set[str] = set()
+    real = read_blocks.read_adjacent
+
+    def read(file: int, places: list[memoryview], at: int) -> None:
+        names.add(threading.current_thread().name)
+        meanwhile()
+        time.sleep(0.001)
+        real(file, places, at)
+
+    monkeypatch.setattr(reading, "cores_of_rank", lambda: 4)
+    monkeypatch.setattr(reading, "_MOST_FILES", 1)
+    monkeypatch.setattr(read_blocks, "_CALL_BYTES", 1000)
+    monkeypatch.setattr(read_blocks, "read_adjacent", read)
+    return names
+
+
+def readers_now() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("safe_loading reads")]
+
+
+def test_threads_read_the_same_and_end_with_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    source = open_source(folder, model)
+    names = slow_reads_in_threads(monkeypatch)
+    full, bytes_read = read_as_ranks(source, model, 1, "rows")
+    wanted = dict(load_all(folder))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in full.items())
+    assert bytes_read == sum(tensor.nbytes for tensor in full.values())
+    assert len([name for name in names if name.startswith("safe_loading reads")]) == 4
+    assert readers_now() == []
+
+
+def test_what_a_thread_meets_is_raised_and_no_thread_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    source = open_source(folder, model)
+    path = source.checkpoint.file_of["model.norm.weight"]
+    slow_reads_in_threads(monkeypatch)
+    whole_file = path.read_bytes()
+    path.write_bytes(whole_file[:-64])
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        read_as_ranks(source, model, 1, "rows")
+    assert readers_now() == []
+    path.write_bytes(whole_file)
+    slow_reads_in_threads(monkeypatch, meanwhile=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        read_as_ranks(source, model, 1, "rows")
+    assert readers_now() == []
+
+
+def test_the_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "cores", lambda: 12)
+    for ranks, share in (("4", 3), ("8", 1), ("16", 1)):
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert launcher.cores_of_rank() == share
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert launcher.cores_of_rank() == 12
 
 
 def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:

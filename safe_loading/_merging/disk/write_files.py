@@ -337,11 +337,6 @@ def _in_lanes(files: Sequence[_OutputFile], threads: int) -> list[tuple[_OutputF
     return [task for tasks in itertools.zip_longest(*lanes) for task in tasks if task is not None]
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
     """Let torch compute in one thread: blocks are too small to split, and threads divide whole tensors among them."""

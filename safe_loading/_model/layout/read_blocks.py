@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 
 import torch
 
 from safe_loading._checkpoint.copy_bytes import MOST_BUFFERS, read_adjacent
+from safe_loading._core.interrupts import signals_held
 from safe_loading._core.report import MiB
 from safe_loading._model.tensor_values import as_buffer
 
 from .file_ranges import FileBlock
 
 STAGING_BYTES = 4 * MiB  # the buffer for elements that cannot be read in place
+_CALL_BYTES = 8 * MiB  # of one call, at most
 
 
 def read_in_order(descriptor: int, block: FileBlock, memory: memoryview) -> None:
@@ -25,10 +28,12 @@ def read_in_order(descriptor: int, block: FileBlock, memory: memoryview) -> None
 class AdjacentReads:
     """Reads blocks whose runs lie in a file as in memory; runs that are neighbors in the file are read in one call.
 
-    The memory is filled once ``finish`` returns.
+    The memory is filled once ``finish`` returns, and no file may be closed before. The threads of a ``pool`` read long
+    calls: the kernel copies for each of them on a core of its own, and a fast disk has more to do at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Executor | None = None) -> None:
+        self._pool, self._calls = pool, list[Future[None]]()
         self._buffers: list[memoryview] = []
         self._descriptor, self._begin, self._end = -1, 0, 0
 
@@ -36,17 +41,33 @@ class AdjacentReads:
         """Read a block into ``memory``, now or later."""
         size = block.itemsize
         for at, to, count in block.runs():
-            if at != self._end or descriptor != self._descriptor or len(self._buffers) == MOST_BUFFERS:
-                self.finish()
-                self._descriptor, self._begin = descriptor, at
-            self._buffers.append(memory[to * size : (to + count) * size])
-            self._end = at + count * size
+            for start in range(0, count * size, _CALL_BYTES):
+                part = memory[to * size + start : to * size + min(start + _CALL_BYTES, count * size)]
+                self._add(descriptor, at + start, part)
+
+    def _add(self, descriptor: int, at: int, part: memoryview) -> None:
+        is_neighbor = (descriptor, at) == (self._descriptor, self._end) and len(self._buffers) < MOST_BUFFERS
+        if not is_neighbor or at + len(part) - self._begin > _CALL_BYTES:
+            self._read()
+            self._descriptor, self._begin = descriptor, at
+        self._buffers.append(part)
+        self._end = at + len(part)
+
+    def _read(self) -> None:
+        """Read the runs that were only gathered so far, or have a thread of the pool read them."""
+        buffers, self._buffers = self._buffers, []
+        if buffers and self._pool is not None and self._end - self._begin > _CALL_BYTES // 2:
+            with signals_held():  # or a thread might start that the pool does not know
+                self._calls.append(self._pool.submit(read_adjacent, self._descriptor, buffers, self._begin))
+        elif buffers:
+            read_adjacent(self._descriptor, buffers, self._begin)
 
     def finish(self) -> None:
-        """Read the runs that were only gathered so far."""
-        buffers, self._buffers = self._buffers, []
-        if buffers:
-            read_adjacent(self._descriptor, buffers, self._begin)
+        """Wait until all that was added is read."""
+        self._read()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.result()
 
 
 def staged(

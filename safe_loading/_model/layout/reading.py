@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,10 +17,11 @@ from safe_loading._checkpoint.copy_bytes import MOST_BUFFERS, read_into
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._core import progress as _progress
 from safe_loading._core.collector import young_collections_put_off
+from safe_loading._core.interrupts import signals_held
 from safe_loading._core.report import MiB
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer
-from safe_loading._ranks.launcher import local_rank
+from safe_loading._ranks.launcher import cores_of_rank, local_rank
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from .checkpoint_source import CheckpointSource
@@ -33,6 +35,8 @@ from .window import Window
 _BATCH_BYTES = 64 * MiB
 _MOST_FILES = 16
 """How many files are open at once: a model has hundreds, a process may have few."""
+_MOST_THREADS = 4
+"""How many threads read at once, of as many cores: transformers, too, starts four to load."""
 
 
 class ShardTarget(NamedTuple):
@@ -263,6 +267,9 @@ class _OpenFiles:
 
     def __init__(self) -> None:
         self.bytes_read = 0
+        threads = min(_MOST_THREADS, cores_of_rank())
+        self._pool = ThreadPoolExecutor(threads, "safe_loading reads") if threads > 1 else None
+        self._in_place = AdjacentReads(self._pool)
         self._files: dict[Path, BinaryIO] = {}  # the last used at the end
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -270,12 +277,14 @@ class _OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+        with signals_held():  # no file is closed while a thread reads from it
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+            for file in self._files.values():
+                file.close()
 
     def fill(self, reads: Iterable[PlannedRead]) -> None:
         """Read blocks into their targets."""
-        in_place = AdjacentReads()
         # by id, because a parameter that is fused from thousands of tensors is asked for as often
         memories: dict[int, memoryview] = {}
         for read in reads:
@@ -286,11 +295,11 @@ class _OpenFiles:
                 memory = memories.get(id(flat))
                 if memory is None:
                     memory = memories[id(flat)] = as_buffer(flat)
-                in_place.add(self._descriptor(read.path), block, memory)
+                self._in_place.add(self._descriptor(read.path), block, memory)
                 continue
             for place, value in self._staged(read):
                 place.copy_(read.target.rounded(value))
-        in_place.finish()
+        self._in_place.finish()
 
     def matches(self, read: PlannedRead) -> bool:
         """Read a block, and return whether its target has these values already."""
@@ -315,6 +324,7 @@ class _OpenFiles:
         file = self._files.pop(path, None)
         if file is None:
             if len(self._files) == _MOST_FILES:
+                self._in_place.finish()  # which may read from the file that is closed
                 self._files.pop(next(iter(self._files))).close()
             file = open_regular(path)
         self._files[path] = file
