@@ -56,7 +56,8 @@ class AdjacentReads:
     def _read(self) -> None:
         """Read the runs that were only gathered so far, or have a thread of the pool read them."""
         buffers, self._buffers = self._buffers, []
-        if buffers and self._pool is not None and self._end - self._begin > _CALL_BYTES // 2:
+        is_long = self._end - self._begin > _CALL_BYTES // 8  # less is not worth the hand-over
+        if buffers and self._pool is not None and is_long:
             with signals_held():  # or a thread might start that the pool does not know
                 self._calls.append(self._pool.submit(read_adjacent, self._descriptor, buffers, self._begin))
         elif buffers:
