@@ -227,7 +227,7 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
 
 
 def _ties_later(model: PeftModel, adapter: str) -> bool:
-    """Return whether an adapter is to tie what it trains, and is not the first one of its model."""
+    """Return whether an adapter that is not the first one of its model is to tie its weights."""
     return len(model.peft_config) > 1 and getattr(model.peft_config[adapter], "ensure_weight_tying", False) is True
 
 
