@@ -227,6 +227,7 @@ def test_nothing_is_loaded_beside_a_merged_adapter(tmp_path: Path, tiny_llama: P
     load_adapter_on_rank(load_peft_on_rank(base, tmp_path / "first"), tmp_path / "second", "third")
 
 
+@needs("peft", "0.20")
 def test_an_adapter_alike_is_loaded_beside_one_that_is_merged_elsewhere(
     tiny_llama: Path, tiny_adapter: Path, made: Made
 ) -> None:
