@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 # FSDP1, torch.compile and activation checkpointing put a module of this name between a parent and its child.
 WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -12,6 +12,7 @@ DDP_PREFIX = "module."
 WRAPPER_PREFIXES = (DDP_PREFIX, "_orig_mod.", "_fsdp_wrapped_module.")
 # What a PeftModel puts before the names of its base: PeftModel.base_model is the tuner, whose model is the base.
 PEFT_PREFIX = "base_model.model."
+_MOST_NAMES = 3  # that are told
 
 
 def canonical(name: str) -> str:
@@ -23,6 +24,12 @@ def canonical(name: str) -> str:
     if "_mod" not in name:  # all three parts contain it and few other names do, so most names need no split
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+def first_names(names: Collection[str]) -> str:
+    """Return the first of some names, and the number of the others."""
+    shown = sorted(names)[:_MOST_NAMES]
+    return ", ".join(shown) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
 
 
 def method_name(peft_type: object) -> str:

@@ -13,7 +13,7 @@ from transformers.utils.hub import cached_file
 
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.log import quiet
-from safe_loading._core.names import method_name
+from safe_loading._core.names import first_names, method_name
 from safe_loading._core.report import Finding, counted
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._model.dtypes import dtype_named
@@ -27,7 +27,6 @@ from safe_loading._wrapping.transparent import mixins_and_original
 from safe_loading.errors import SafeLoadingError
 
 from .audited_model import AuditedModel, size_of
-from .training import first_names
 
 _COMPARED = 2**16  # elements of each weight: a merge or another start changes nearly all
 _RANDOM_START = "pissa_niter"  # what init_lora_weights begins with where peft draws random numbers for the base

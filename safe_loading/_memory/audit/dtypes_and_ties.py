@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.quantized.recognize import is_quantized
 
 from .audited_model import AuditedModel, size_of
-from .training import first_names
 
 
 def bytes_by_dtype(audited: AuditedModel) -> dict[str, int]:

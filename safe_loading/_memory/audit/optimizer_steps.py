@@ -10,11 +10,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from safe_loading._core.names import method_name
+from safe_loading._core.names import first_names, method_name
 from safe_loading._core.report import Finding, counted
 
 from .audited_model import AuditedModel, size_of
-from .training import first_names
 
 _SAMPLED = 2**14  # elements of each weight
 _SOME = 0.1  # of the weights: below that nine tenths of the way are gone, and more

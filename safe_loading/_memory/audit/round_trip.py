@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.interrupts import undone
 from safe_loading._core.log import only_errors_of, quiet
+from safe_loading._core.names import first_names
 from safe_loading._core.progress import engine_bars
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.snapshot import Snapshot
@@ -27,7 +28,6 @@ from safe_loading._wrapping.transparent import mixins_and_original
 from safe_loading._wrapping.wrap_order import inside_engines
 
 from .audited_model import AuditedModel, size_of
-from .training import first_names
 
 _BEFORE_THE_LOAD = 0.5  # in every element of what is trained; the values that were saved are random
 _LONGEST_ERROR = 300  # characters

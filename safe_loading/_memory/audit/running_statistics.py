@@ -9,13 +9,13 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch.nn.modules.batchnorm import _NormBase
 
+from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted
 from safe_loading._memory.trace.inputs import is_of_engine
 
 from .audited_model import AuditedModel, size_of
 from .kept_memory import is_target
 from .modes import kept_in_eval
-from .training import first_names
 
 if TYPE_CHECKING:
     from .traced_step import TracedStep

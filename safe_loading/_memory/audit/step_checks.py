@@ -8,6 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import Allocation, StepTrace
@@ -22,7 +23,6 @@ from .modes import kept_in_eval
 from .packed_rows import check_rows
 from .running_statistics import check_changed_buffers
 from .traced_step import TracedStep
-from .training import first_names
 from .wrappers import hides
 
 _KNOWN_FIXES = (FIX_FOR_DEVICES, FIX_FOR_METHODS)  # the ends of the errors of a trace

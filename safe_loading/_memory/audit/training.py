@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, Severity, counted, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.heads import missing_heads
@@ -14,8 +15,6 @@ from safe_loading._wrapping.heads import missing_heads
 from .audited_model import AuditedModel, size_of
 from .kept_memory import is_average, is_target
 from .trainer_code import names_in_saving, runs_without_gradients
-
-_MOST_NAMES = 3
 
 
 def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
@@ -190,9 +189,3 @@ def _check_beside(audited: AuditedModel) -> Iterator[Finding]:
             f"{where}.requires_grad_(False) if it is not trained."
         )
         yield Finding("SL118", "warning", where, message, fix, size_of(trainable))
-
-
-def first_names(names: Collection[str]) -> str:
-    """Return the first of some names, and the number of the others."""
-    shown = sorted(names)[:_MOST_NAMES]
-    return ", ".join(shown) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")

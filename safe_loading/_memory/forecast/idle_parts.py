@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from safe_loading._core.names import first_names
 from safe_loading._core.report import format_bytes
 from safe_loading._memory.trace.records import StepTrace
 
@@ -23,8 +24,8 @@ def idle_parts(model: torch.nn.Module, trace: StepTrace, *, own_inputs: bool) ->
         return ()
     size = sum(parameter.nbytes for part in idle.values() for parameter in part.parameters())
     with_what = "with these inputs" if own_inputs else "in a step of tokens alone; pass inputs= if yours has more"
-    names = ", ".join([*idle][:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
-    return (f"{names} did not run {with_what}. The weights, {format_bytes(size)}, are counted, activations are not.",)
+    counted = f"The weights, {format_bytes(size)}, are counted, activations are not."
+    return (f"{first_names(idle)} did not run {with_what}. {counted}",)
 
 
 def _idle(module: torch.nn.Module, path: str, busy: set[str]) -> Iterator[tuple[str, torch.nn.Module]]:
