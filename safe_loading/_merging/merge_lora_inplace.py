@@ -19,7 +19,7 @@ from safe_loading._core.log import logger
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.formats.four_bit import reordering_findings
-from safe_loading._model.peft_layers import tuner_of, without_peft_levels
+from safe_loading._model.peft_layers import adapters_of, tuner_of, without_peft_levels
 from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading.errors import ArgumentError
@@ -33,7 +33,6 @@ from .weights.layer_merge import LayerMerge, MergeOptions
 from .weights.loss_findings import IN_MEMORY, loss_findings
 from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
-from .weights.other_tuners import adapters_in
 from .weights.packed_base import packed_base_findings
 from .weights.peft_merge import merge_all_by_peft
 from .weights.release_ties import release_ties
@@ -216,7 +215,7 @@ def _merged_before(jobs: list[LayerMerge]) -> list[Finding]:
 def _left_out(jobs: list[LayerMerge]) -> list[Finding]:
     """Warn of active adapters beside merged ones: peft's layers then compute with their weights alone."""
     merged = [(job, {*job.names, *job.merged_before}) for job in jobs]
-    left = [adapters_in(job.layer).intersection(job.layer.active_adapters) - names for job, names in merged if names]
+    left = [adapters_of(job.layer).intersection(job.layer.active_adapters) - names for job, names in merged if names]
     names = sorted(set().union(*left))
     if not names:
         return []

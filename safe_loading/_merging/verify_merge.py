@@ -41,7 +41,7 @@ from .disk.find_changes import find_changes
 from .disk.match_blocks import are_transposed, verdicts_of_parts, with_blocks
 from .disk.output_plan import FilePlan, plan_files
 from .disk.quantized_base import read_as_plain
-from .disk.record import adapters_of, weights_of
+from .disk.record import origins_of, weights_of
 from .disk.small_files import small_files
 from .disk.sources import MergeSources, checked_weights, merge_request, open_sources
 from .disk.write_files import one_torch_thread
@@ -240,7 +240,7 @@ def _report(
     return MergeCheck(
         merged=str(judged.folder),
         base={"source": sources.base.source, "commit": sources.base.commit},
-        adapters=tuple(adapters_of(sources)),
+        adapters=tuple(origins_of(sources)),
         tensors=tuple(checked),
         bytes_read=nbytes,
         seconds=seconds,

@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
@@ -81,6 +82,13 @@ def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:
 def is_lora_layer(module: object) -> TypeGuard[LoraModule]:
     """Return whether an object is a layer of LoRA."""
     return isinstance(module, LoraLayer)
+
+
+def adapters_of(layer: TunerModule) -> frozenset[str]:
+    """Return the names of the adapters that a layer has, by the containers that its class declares."""
+    kinds = (torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
+    held = (getattr(layer, name, None) for name in layer.adapter_layer_names)
+    return frozenset(name for each in held if isinstance(each, kinds) for name in each)
 
 
 def merged_adapters(model: torch.nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
+from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.overrides import TorchFunctionMode
@@ -19,12 +19,19 @@ from safe_loading._loading.adapter_values import Adapter, same_tensor
 from safe_loading._loading.attach import Injection, inject_checked
 from safe_loading._loading.fill_slots import fill_slots
 from safe_loading._loading.peft_config import changes_base
-from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
+from safe_loading._merging.weights.lora_layers import is_blocked, merge_targets
 from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges
 from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward
 from safe_loading._merging.weights.writable_tensors import equal_updates
-from safe_loading._model.peft_layers import TunerModule, is_lora_layer, outermost_tuner_layers, without_peft_levels
+from safe_loading._model.peft_layers import (
+    LoraModule,
+    TunerModule,
+    adapters_of,
+    is_lora_layer,
+    outermost_tuner_layers,
+    without_peft_levels,
+)
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.tensors import ModelTensor, inventory
 from safe_loading._ranks.rank_devices import RankDevices
@@ -119,15 +126,15 @@ class _Collector:
                 self._collect_saved_module(path, module, order)
             elif isinstance(module, TrainableTokensWrapper):
                 self._collect_tokens(path, module, order)
-            elif isinstance(module, LoraLayer) and id(module) not in nested:
-                if type(module) is MultiheadAttention:  # it merges the LoRA layer of its output projection itself
+            elif is_lora_layer(module) and id(module) not in nested:
+                if isinstance(module, MultiheadAttention):  # it merges the LoRA layer of its output projection itself
                     nested.add(id(module.get_base_layer().out_proj))
                 self._collect_updates(path, module, order)
                 self._collect_inits(path, module, adapters)
         for path, layer in outermost_tuner_layers(model):
             if isinstance(layer, TrainableTokensLayer):  # of the method of that name, without a wrapper
                 self._collect_token_rows(layer, layer.get_base_layer(), path, order)
-            elif not isinstance(layer, LoraLayer):
+            elif not is_lora_layer(layer):
                 self._collect_by_peft(path, layer, order)
 
     def _collect_by_peft(self, path: str, layer: TunerModule, order: Sequence[str]) -> None:
@@ -142,7 +149,7 @@ class _Collector:
             if record is not None:
                 record.by_peft[name] = merge
 
-    def _collect_updates(self, path: str, layer: LoraLayer, order: Sequence[str]) -> None:
+    def _collect_updates(self, path: str, layer: LoraModule, order: Sequence[str]) -> None:
         updates, problems = _layer_updates(path, layer, order)
         self.problems += problems
         for target, attribute, index, update in updates:
@@ -153,7 +160,7 @@ class _Collector:
             if not equal_updates(first, update):
                 self.problems.append(f"{name}: {path} and another layer change the same module. {IN_MEMORY}")
 
-    def _collect_inits(self, path: str, layer: LoraLayer, adapters: Sequence[Adapter]) -> None:
+    def _collect_inits(self, path: str, layer: LoraModule, adapters: Sequence[Adapter]) -> None:
         """Record the inits by which the adapters subtracted from the weight before training, one after the other."""
         for adapter in adapters:
             init = init_of(layer, adapter.name, adapter.config) if adapter.name in adapters_of(layer) else None
@@ -291,11 +298,11 @@ class _LayerUpdate(NamedTuple):
     update: Update
 
 
-def _layer_updates(path: str, layer: LoraLayer, order: Sequence[str]) -> tuple[list[_LayerUpdate], list[str]]:
+def _layer_updates(path: str, layer: LoraModule, order: Sequence[str]) -> tuple[list[_LayerUpdate], list[str]]:
     """Return the adapters' updates of one layer's parameters, and the reasons why an update cannot be merged."""
     names = [name for name in order if name in adapters_of(layer)]
-    wraps_parameter = type(layer) is ParamWrapper
-    if not names or not is_lora_layer(layer):
+    wraps_parameter = isinstance(layer, ParamWrapper)
+    if not names:
         return [], []
     if not is_blocked(layer, names):
         kinds = [type(layer).__name__, *(type(variant).__name__ for variant in layer.lora_variant.values())]

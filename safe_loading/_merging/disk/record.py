@@ -90,9 +90,7 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
             tensors[tensor.target.name] = {**entry, KEY: known.digest}
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
-        "adapters": [
-            {**entry, "weight": w} for entry, w in zip(adapters_of(sources), weights_of(sources), strict=True)
-        ],
+        "adapters": [{**entry, "weight": w} for entry, w in zip(origins_of(sources), weights_of(sources), strict=True)],
         "versions": _versions(),
         "tensors": tensors,
     }
@@ -126,7 +124,7 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
     return MergeReport(
         output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},
-        adapters=tuple(adapters_of(sources)),
+        adapters=tuple(origins_of(sources)),
         tensors=tuple(tensors),
         dropped=tuple(sorted(outcome.dropped)),
         carried=tuple(sorted(outcome.small_files)),
@@ -145,7 +143,7 @@ def weights_of(sources: MergeSources) -> tuple[float, ...]:
     return tuple(sources.weights[name] for name in sources.adapters)
 
 
-def adapters_of(sources: MergeSources) -> list[dict[str, str | None]]:
+def origins_of(sources: MergeSources) -> list[dict[str, str | None]]:
     """Return for reports where each adapter came from."""
     return [
         {"source": adapter.facts.source, "commit": adapter.facts.commit, "sha256": sources.digests[name]}

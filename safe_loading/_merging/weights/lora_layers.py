@@ -74,11 +74,6 @@ def _kind_of(layer: LoraModule) -> type:
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind  # FSDP<name>, FSDPModule, <name>
 
 
-def adapters_of(layer: lora.LoraLayer) -> frozenset[str]:
-    """Return the names of the adapters that a LoRA layer has."""
-    return frozenset((*layer.lora_A.keys(), *layer.lora_embedding_A.keys()))
-
-
 def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     """Return the weights that merging the adapters ``names``, in this order, into a layer changes.
 

@@ -11,12 +11,11 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
-from safe_loading._model.peft_layers import LoraModule, TunerModule, is_lora_layer, outermost_tuner_layers
+from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of, is_lora_layer, outermost_tuner_layers
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
-from .lora_layers import adapters_of, is_blocked, merge_targets, without_bias
-from .other_tuners import adapters_in
+from .lora_layers import is_blocked, merge_targets, without_bias
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
@@ -65,7 +64,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         _check_tensors(job)
         return job
     if not is_lora_layer(layer):
-        chosen = _adapters_to_merge(layer, names, adapters_in(layer))
+        chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
             _refuse_spread_base(layer)
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)

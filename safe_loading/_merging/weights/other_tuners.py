@@ -7,7 +7,6 @@ import dataclasses
 
 import torch
 from peft import PeftType
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.oft.layer import OFTRotationModule
 
 from safe_loading._model.peft_layers import TunerModule
@@ -53,13 +52,6 @@ def is_plain(layer: TunerModule) -> bool:
     parameters = list(layer.get_base_layer().parameters())
     plain = (type(parameter) is torch.nn.Parameter and not parameter.is_meta for parameter in parameters)
     return all(plain) and all(parameter.dtype in DTYPES for parameter in parameters)
-
-
-def adapters_in(layer: TunerModule) -> frozenset[str]:
-    """Return the names of the adapters that a layer has, by the containers that its class declares."""
-    kinds = (torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
-    held = (getattr(layer, name, None) for name in layer.adapter_layer_names)
-    return frozenset(name for each in held if isinstance(each, kinds) for name in each)
 
 
 def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite: bool) -> None:
