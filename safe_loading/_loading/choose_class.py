@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -137,8 +137,11 @@ def _of_auto_mapping(adapter: Adapter, config: PreTrainedConfig) -> ModelClass |
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
     name = str(mapping.get("base_model_class")) if of_transformers else ""
     model_class: ModelClass | None = getattr(transformers, name, None)
-    # One of another type of base is none, which the keys of the adapter will show.
-    return model_class if model_class is not None and takes_config(model_class, config) else None
+    if model_class is not None and takes_config(model_class, config):
+        return model_class
+    # The text model of a config that has more parts; one of another type of base is none, as the adapter's keys show.
+    known: Iterator[ModelClass] = (getattr(transformers, auto_class) for auto_class in _AUTO_CLASSES.values())
+    return next((each for each in known if name and _built(each, config) == name), None)
 
 
 def _of_task(adapter: Adapter, config: PreTrainedConfig) -> ModelClass | None:

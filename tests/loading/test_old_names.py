@@ -263,10 +263,14 @@ def test_the_error_names_the_class_with_which_all_fits(tmp_path: Path) -> None:
     load_peft_on_rank(adapter, base, auto_class="MllamaForConditionalGeneration")
 
 
-def test_of_two_classes_with_all_modules_the_one_that_names_them_so_is_taken(tmp_path: Path) -> None:
-    tiny_models.saved("Qwen3_5ForConditionalGeneration", tmp_path / "base")
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])  # without one, peft writes the class as auto_mapping
+def test_of_two_classes_with_all_modules_the_one_that_names_them_so_is_taken(tmp_path: Path, task: str | None) -> None:
+    base = tmp_path / "base"
+    tiny_models.saved("Qwen3_5ForConditionalGeneration", base)
     for kind in ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"):
         own = getattr(transformers, kind)
-        adapter = save_adapter(tmp_path / kind, tmp_path / "base", auto_class=own, target_modules=["q_proj"])
-        model = load_peft_on_rank(adapter, tmp_path / "base")
+        adapter = save_adapter(tmp_path / kind, base, auto_class=own, target_modules=["q_proj"], task_type=task)
+        model = load_peft_on_rank(adapter, base)
         assert type(model.get_base_model()).__name__ == kind
+        merge_lora_checkpoint(base, adapter, tmp_path / f"merged {kind}")
+        assert verify_merge(base, adapter, tmp_path / f"merged {kind}").ok
