@@ -250,9 +250,10 @@ def test_the_error_names_the_key_mapping_with_which_all_fits(
     model = load_peft_on_rank(renamed, tiny_llama, key_mapping={"^decoder\\.": "model."})
     assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
     unlike = save_llama(tmp_path / "unlike", hidden_size=64)
-    with pytest.raises(AdapterError) as refused:
-        load_peft_on_rank(renamed, unlike)
-    assert "key_mapping" not in str(refused.value)
+    for auto_class in (None, "AutoModelForCausalLM", "LlamaModel"):  # there is none with which it fits
+        with pytest.raises(AdapterError) as refused:
+            load_peft_on_rank(renamed, unlike, auto_class=auto_class)
+        assert "key_mapping" not in str(refused.value) and "leave it out" not in str(refused.value)
 
 
 def test_the_error_names_the_class_with_which_all_fits(tmp_path: Path) -> None:
