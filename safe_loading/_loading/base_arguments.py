@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._model.dtypes import dtype_named
-from safe_loading._model.meta_model import classes_of
+from safe_loading._model.meta_model import classes_of, loader_of
 from safe_loading.errors import ArgumentError
 
 # Arguments of from_pretrained that the verbs set themselves, and what to use instead.
@@ -98,21 +98,20 @@ def as_model_class(auto_class: object) -> ModelClass | None:
     return model_class
 
 
-def check_class(model_class: ModelClass, config: PreTrainedConfig) -> None:
-    """Refuse a model class for another type of config: transformers would build it in the sizes of its defaults."""
-    if not takes_config(model_class, config):
+def checked_class(model_class: ModelClass, config: PreTrainedConfig) -> ModelClass:
+    """Return the class that loads the one that was asked for; refuse one for another type of config.
+
+    transformers would build that one in the sizes of its defaults.
+    """
+    loader = loader_of(model_class, config)
+    if loader is None:
         own: Any = getattr(model_class, "config_class", None)
         raise ArgumentError(
             f"auto_class={model_class.__name__} is for a {own.__name__}, and the base's config.json "
             f"is a {type(config).__name__}. Pass the class of the base, or an auto class such as "
             f"transformers.AutoModelForCausalLM."
         )
-
-
-def takes_config(model_class: ModelClass, config: PreTrainedConfig) -> bool:
-    """Return whether a class is an auto class, or a model class for configs of this type."""
-    own = getattr(model_class, "config_class", None)
-    return not isinstance(own, type) or isinstance(config, own)
+    return loader
 
 
 def for_constructor(unused: EngineKwargs) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,11 +13,10 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._model.meta_model import class_in_config, classes_of
+from safe_loading._model.meta_model import class_in_config, classes_of, loader_of
 from safe_loading.errors import AdapterError
 
 from .adapter_values import Adapter
-from .base_arguments import takes_config
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -137,11 +136,8 @@ def _of_auto_mapping(adapter: Adapter, config: PreTrainedConfig) -> ModelClass |
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
     name = str(mapping.get("base_model_class")) if of_transformers else ""
     model_class: ModelClass | None = getattr(transformers, name, None)
-    if model_class is not None and takes_config(model_class, config):
-        return model_class
-    # The text model of a config that has more parts; one of another type of base is none, as the adapter's keys show.
-    known: Iterator[ModelClass] = (getattr(transformers, auto_class) for auto_class in _AUTO_CLASSES.values())
-    return next((each for each in known if name and _built(each, config) == name), None)
+    # One of another type of base is none, which the keys of the adapter will show.
+    return None if model_class is None else loader_of(model_class, config)
 
 
 def _of_task(adapter: Adapter, config: PreTrainedConfig) -> ModelClass | None:

@@ -43,7 +43,7 @@ from .adapter_values import Adapter
 from .alike import find_alike
 from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
-from .base_arguments import check_class
+from .base_arguments import checked_class
 from .base_model import base_config, base_on_meta, check_fit, load_base, loading_findings, name_base, untied_findings
 from .choose_class import ChosenClass, choose_class, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
@@ -110,8 +110,7 @@ def check_before_load(
     if options.auto_class is None:
         chosen = choose_class(adapters[0], config, options.base_kwargs, build)
     else:
-        chosen = ChosenClass(options.auto_class)
-        check_class(options.auto_class, config)
+        chosen = ChosenClass(checked_class(options.auto_class, config))
     auto_class = chosen.auto_class
     # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None

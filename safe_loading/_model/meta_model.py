@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -227,7 +227,7 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
             raise ArgumentError(
                 f"auto_class={auto_class!r} is not a class of transformers; pass for example AutoModelForCausalLM."
             )
-        return found
+        return loader_of(found, config) or found
     named = class_in_config(config, trust_remote_code=trust_remote_code)
     if named is not None:
         return named
@@ -297,6 +297,19 @@ def classes_of(auto_class: object, config: PreTrainedConfig) -> tuple[ModelClass
     mapping: Mapping[type, Any] = getattr(auto_class, "_model_mapping", {})
     found = mapping.get(type(config), ())
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def loader_of(model_class: ModelClass, config: PreTrainedConfig) -> ModelClass | None:
+    """Return the class that makes a model class of a config: itself, or an auto class; None for another type's.
+
+    The text model of a config that has more parts (Qwen3.5, Llama 4) has a config of its own, which the auto classes
+    take out of it.
+    """
+    own = getattr(model_class, "config_class", None)
+    if not isinstance(own, type) or isinstance(config, own):
+        return model_class
+    known: Iterator[ModelClass] = (getattr(transformers, name) for name in _AUTO_CLASSES if hasattr(transformers, name))
+    return next((each for each in known if classes_of(each, config)[:1] == (model_class,)), None)
 
 
 def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelClass | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engines import needs
 from faults import adapters as faults
 from loaded_models import logits
 from models import save_adapter, save_llama
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from safe_loading import (
@@ -25,6 +27,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    meta_model,
     predict_memory,
     verify_merge,
 )
@@ -253,7 +256,8 @@ def test_the_error_names_the_key_mapping_with_which_all_fits(
     for auto_class in (None, "AutoModelForCausalLM", "LlamaModel"):  # there is none with which it fits
         with pytest.raises(AdapterError) as refused:
             load_peft_on_rank(renamed, unlike, auto_class=auto_class)
-        assert "key_mapping" not in str(refused.value) and "leave it out" not in str(refused.value)
+        assert "key_mapping" not in str(refused.value)
+        assert "leave it out" not in str(refused.value)
 
 
 def test_the_error_names_the_class_with_which_all_fits(tmp_path: Path) -> None:
@@ -275,3 +279,19 @@ def test_of_two_classes_with_all_modules_the_one_that_names_them_so_is_taken(tmp
         assert type(model.get_base_model()).__name__ == kind
         merge_lora_checkpoint(base, adapter, tmp_path / f"merged {kind}")
         assert verify_merge(base, adapter, tmp_path / f"merged {kind}").ok
+
+
+def test_the_class_of_the_text_model_may_be_asked_for_by_itself(tmp_path: Path) -> None:
+    base, kind = tmp_path / "base", transformers.Qwen3_5ForCausalLM
+    tiny_models.saved("Qwen3_5ForConditionalGeneration", base)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    model = load_peft_on_rank(base, adapter, auto_class=kind)
+    plain = PeftModel.from_pretrained(kind.from_pretrained(base), adapter).eval()
+    assert torch.equal(logits(model), logits(plain))
+    assert type(meta_model(base, "Qwen3_5ForCausalLM")) is kind
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged", auto_class=kind)
+    assert verify_merge(base, adapter, tmp_path / "merged", auto_class=kind).ok
+    verbs: list[Callable[..., object]] = [load_peft_on_rank, partial(merge_lora_checkpoint, output=tmp_path / "other")]
+    for verb in verbs:
+        with pytest.raises(ArgumentError, match="auto_class=LlamaForCausalLM is for a LlamaConfig"):
+            verb(base, adapter, auto_class=transformers.LlamaForCausalLM)

@@ -28,6 +28,7 @@ from safe_loading._core.engines import dtype_plan
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_values import Adapter
+from safe_loading._loading.base_arguments import checked_class
 from safe_loading._loading.base_model import check_fit
 from safe_loading._loading.choose_class import ChosenClass, choose_class
 from safe_loading._loading.vocabulary import replaced_shapes, vocabulary_of
@@ -73,7 +74,8 @@ def build_output_model(base: MergeBase, adapters: Sequence[Adapter], model_class
 
     Without a class, it is the one of the first adapter's task.
     """
-    chosen = _chosen_class(base, adapters[0]) if model_class is None else ChosenClass(model_class)
+    given = None if model_class is None else ChosenClass(checked_class(model_class, base.model_config))
+    chosen = given or _chosen_class(base, adapters[0])
     model, num_labels = _with_head(base, chosen.auto_class, adapters)
     layout = read_layout(model, base.checkpoint.tensors)
     check_fit(model, base.checkpoint, adapters, layout)
