@@ -29,6 +29,7 @@ _LARGEST_COUNTS = {  # the first that is found in a name counts
 }
 _WHOLE_NUMBERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MAY_BE_ZERO = ("num_hidden_layers", "vocab_size")
+_OF_A_CONFIG = re.compile(r"config$|^(?:en|de)coder$")  # the names of the configs that transformers reads in a config
 IMPLEMENTATIONS = frozenset({"attn_implementation", "experts_implementation"})  # arguments of from_pretrained
 # Where transformers has these names from packages that are not there, it fetches native code for them (transformers
 # 5.23, modeling_flash_attention_utils.py and integrations/hub_kernels.py).
@@ -128,6 +129,38 @@ def named_quantization(config: JsonObject) -> tuple[str, str] | None:
     return None
 
 
+# Files in which quantizers said what they did before config.json had an entry for it (AutoGPTQ 0.4, AutoAWQ 0.1), with
+# the names of their entries where quantization_config has others.
+BESIDE: dict[str, tuple[str, dict[str, str]]] = {
+    "quantize_config.json": ("gptq", {"bits": "bits", "group_size": "group_size"}),
+    "quant_config.json": ("awq", {"bits": "w_bit", "group_size": "q_group_size"}),
+}
+
+
+def settings_beside(name: str, document: JsonObject) -> JsonObject | None:
+    """Return the settings in a file of `BESIDE`, in the words of ``quantization_config``; None of another tool.
+
+    The conversions to ONNX for transformers.js have a ``quantize_config.json``, too, without a number of bits.
+    """
+    method, names = BESIDE[name]
+    numbers = {entry: document.get(theirs) for entry, theirs in names.items()}
+    if not all(type(number) is int for number in numbers.values()):
+        return None
+    others = {
+        key: value.lower() if key == "version" and isinstance(value, str) else value
+        for key, value in document.items()
+        if key not in names.values() and isinstance(value, (bool, int, float, str)) and len(str(value)) < 100
+    }
+    return {"quant_method": method, **numbers, **others}
+
+
+def reads_quantization(config: JsonObject) -> bool:
+    """Return whether transformers finds a quantization in a config, of a method that it may know or not."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found = [entry for part in parts if isinstance(entry := part.get("quantization_config"), dict)]
+    return any(entry.get("quant_method") or entry.get("load_in_4bit") or entry.get("load_in_8bit") for entry in found)
+
+
 def _compresses_weights(quantized: JsonObject) -> bool:
     """Return whether compressed-tensors has a format for weights, and not for the cache or activations alone."""
     nested = quantized.get("quantization_config")
@@ -164,8 +197,14 @@ def _classes(config: JsonObject) -> Iterator[str]:
 
 
 def _numbers(config: JsonObject) -> Iterator[str]:
-    """Refuse values that are no sizes, which transformers passes on until something multiplies them."""
+    """Refuse values that are no sizes, which transformers passes on until something multiplies them.
+
+    Only those of the configs in a config: what another framework left there (NeMo's ``config_dict`` in Cohere's
+    transcriber has the vocab_size "None") makes no module.
+    """
     for where, section in _sections(config):
+        if not all(_OF_A_CONFIG.search(key) for key in where.split(".")[:-1]):
+            continue
         for key in _WHOLE_NUMBERS:
             value = section.get(key)
             if value is None or isinstance(value, (list, dict)):

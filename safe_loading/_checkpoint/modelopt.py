@@ -12,7 +12,7 @@ from pathlib import Path
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, format_bytes
 
-from .faults import fault, raise_faults
+from .faults import fault
 from .left_over import holds_codes
 from .model_folder import CONFIG, ModelFolder
 
@@ -41,12 +41,6 @@ def modelopt_codes(folder: ModelFolder) -> Finding | None:
         "these codes"
     )
     return fault("modelopt-codes", path, message, fix, size or 0)
-
-
-def refuse_modelopt(folder: ModelFolder) -> None:
-    """Raise `CheckpointError` for weights that would be made in 16 bits though modelopt quantized them."""
-    if found := modelopt_codes(folder):
-        raise_faults(Path(found.where), [found])
 
 
 def _named(folder: ModelFolder) -> Iterator[tuple[Path, str]]:

@@ -14,8 +14,8 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.json_files import JsonFiles
 from safe_loading._checkpoint.mlx import is_mlx, mlx_problems, peft_config_of
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
-from safe_loading._checkpoint.modelopt import modelopt_codes
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
+from safe_loading._checkpoint.unread_codes import unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.protocols import JsonObject
@@ -132,7 +132,7 @@ def _model_config(folder: ModelFolder, names: Sequence[str], tensors: Mapping[st
         return [config]
     findings = base_config_faults(path, config)
     findings += quantization_findings(path, config, {name.rpartition(".")[0] for name in tensors})
-    if found := modelopt_codes(folder):
+    if found := unread_codes(folder):
         findings = [each for each in findings if each.code != "quantization-unknown"] + [found]
     if not isinstance(config.get("model_type"), str):
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"

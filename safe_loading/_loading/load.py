@@ -19,7 +19,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
-from safe_loading._checkpoint.modelopt import refuse_modelopt
+from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.collector import young_collections_put_off
 from safe_loading._core.engines import set_adapter
@@ -117,7 +117,7 @@ def check_before_load(
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = opened.read_checkpoint(variant=options.base_kwargs.get("variant"))
         refuse_quantization(checkpoint, opened.config or {})
-        refuse_modelopt(opened)
+        refuse_unread_codes(opened)
         refuse_index_without_metadata(opened, checkpoint)
     read_generation_config(folder, opened.generation_config)
     meta_model = chosen.model or build(auto_class)

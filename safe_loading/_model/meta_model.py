@@ -16,7 +16,7 @@ from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._checkpoint.modelopt import refuse_modelopt
+from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
@@ -109,7 +109,7 @@ def meta_model(
         config = read_config(folder, trust_remote_code=trust_remote_code, document=opened.config, asked=asked)
     if opened is not None:
         refuse_bad_codes(opened)
-        refuse_modelopt(opened)
+        refuse_unread_codes(opened)
     _refuse_quantized(config, name)
     model_class = class_to_build(config, auto_class, trust_remote_code=trust_remote_code)
     with building(config, model_class, folder):

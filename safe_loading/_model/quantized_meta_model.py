@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._checkpoint.modelopt import refuse_modelopt
+from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
@@ -70,7 +70,7 @@ def quantized_meta_model(
     """
     if folder is not None:
         refuse_bad_codes(folder)
-        refuse_modelopt(folder)
+        refuse_unread_codes(folder)
     weights = find_weights_dtype(dtype, config, folder)
     plain = copy.deepcopy(config)
     on_disk = vars(plain).pop("quantization_config", None)

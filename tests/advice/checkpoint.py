@@ -42,6 +42,14 @@ TAKEN: dict[str, dict[str, str]] = {
         "take the checkpoint in 16 bits that it was made of": "checkpoint/test_modelopt.py::"
         "test_plain_weights_are_planned_as_they_are"
     },
+    "_checkpoint/unread_codes.py": {
+        "take the checkpoint in 16 bits that it was made of": "checkpoint/test_unread_codes.py::"
+        "test_plain_weights_are_planned_as_they_are",
+        "rename the entry to quantization_config": "checkpoint/test_unread_codes.py::"
+        "test_an_entry_that_is_renamed_is_read",
+        'add "quantization_config": ': "checkpoint/test_unread_codes.py::"
+        "test_the_entry_that_is_advised_plans_the_codes",
+    },
     "_checkpoint/base_config.py": {
         "write null without quotes": "loading/test_packed_folders.py::"
         "test_skips_that_are_no_list_of_names_are_refused_and_the_advice_works",

@@ -35,6 +35,7 @@ def test_what_published_configs_say_is_fine() -> None:
         {"depths": [3, 4, 27, 3], "backbone": None},
         {"block_ff_dim": 12288, "block_dim": 11_000},  # LFM2's widths
         {"quantization_config": {"quantized_layers": {str(number): {} for number in range(22_422)}}},  # MiniMax-M3's
+        {"transf_decoder": {"config_dict": {"vocab_size": "None"}}, "head": {"hidden_size": "?"}},  # Cohere's, of NeMo
         {"model_type": "detr", "backbone": "resnet50"},
         {"model_type": "table-transformer", "backbone": "resnet18", "use_timm_backbone": True, "backbone_config": None},
         {"model_type": "upernet", "backbone": "who/model", "backbone_config": {"model_type": "swin"}},
@@ -52,6 +53,8 @@ def test_what_published_configs_say_is_fine() -> None:
         ({"hidden_size": True}, "config-size"),
         ({"hidden_size": 10**400}, "config-size"),
         ({"text_config": {"num_attention_heads": "4"}}, "config-size"),
+        ({"thinker_config": {"text_config": {"hidden_size": "None"}}}, "config-size"),
+        ({"decoder": {"vocab_size": -1}}, "config-size"),
         ({"a": {"b": {"c": {"num_layers": 10**6}}}}, "config-size"),
         ({"layer_types": ["full_attention"] * 10_001}, "config-size"),
         ({"num_hidden_layers": 2_001}, "config-size"),

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
-from safe_loading._checkpoint.modelopt import refuse_modelopt
+from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._loading.base_arguments import for_constructor, refuse_unknown
@@ -114,7 +114,7 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
     checkpoint = opened.read_checkpoint(variant=kwargs.get("variant"))
     path, config = resolved.folder / CONFIG, opened.config or {}
     refuse_quantization(checkpoint, config)
-    refuse_modelopt(opened)
+    refuse_unread_codes(opened)
     quantization = config.get("quantization_config")
     facts = resolved.source, opened, resolved.commit, kwargs
     if not quantization:

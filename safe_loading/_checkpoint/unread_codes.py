@@ -1,0 +1,82 @@
+"""Weights in codes that no transformers reads, as a config or a file beside it says. Imports no torch.
+
+Those of NVIDIA's modelopt (`modelopt`); those of MLX, whose configs say so in ``quantization``; and those of methods
+that transformers has, where something else than ``quantization_config`` names them: ``compression_config``, which vLLM
+reads, or a file of `BESIDE`. transformers makes plain layers, whose weights no file holds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from safe_loading._core.protocols import JsonObject
+from safe_loading._core.report import Finding, format_bytes
+
+from .base_config import BESIDE, named_quantization, reads_quantization, settings_beside
+from .faults import fault, raise_faults
+from .left_over import holds_codes
+from .model_folder import CONFIG, ModelFolder
+from .modelopt import modelopt_codes
+
+
+class _Named(NamedTuple):
+    """A place that names a quantization, where transformers does not read it."""
+
+    where: Path
+    what: str
+    fix: str
+
+
+def unread_codes(folder: ModelFolder) -> Finding | None:
+    """Return the finding of codes that transformers does not read; None where the headers show plain weights."""
+    if found := modelopt_codes(folder):
+        return found
+    document = folder.files.try_read(folder.path / CONFIG)
+    config = {} if isinstance(document, Finding) else document
+    named = None if reads_quantization(config) else _of_mlx(folder, config) or _elsewhere(folder, config)
+    if named is None:
+        return None
+    checkpoint, size = folder.whole_checkpoint, None
+    if checkpoint is not None:
+        if not any(map(holds_codes, checkpoint.tensors.values())):
+            return None
+        size = sum(info.nbytes for info in checkpoint.tensors.values())
+    taken = "" if size is None else f"; the files take {format_bytes(size)}"
+    message = f"{named.what}{taken}. transformers would make layers in 16 bits, whose weights no file holds"
+    return fault("unread-codes", named.where, message, named.fix, size or 0)
+
+
+def refuse_unread_codes(folder: ModelFolder) -> None:
+    """Raise `CheckpointError` for weights that would be made in 16 bits though they are in codes."""
+    if found := unread_codes(folder):
+        raise_faults(Path(found.where), [found])
+
+
+def _of_mlx(folder: ModelFolder, config: JsonObject) -> _Named | None:
+    quantized = config.get("quantization")
+    if not isinstance(quantized, dict) or not all(type(quantized.get(key)) is int for key in ("bits", "group_size")):
+        return None
+    what = f"says in quantization that MLX quantized the weights ({quantized['bits']} bits)"
+    fix = (
+        "take the checkpoint in 16 bits that it was made of, whose plan is an upper bound, or write one with "
+        "mlx_lm.convert --dequantize; mlx_lm reads these codes"
+    )
+    return _Named(folder.path / CONFIG, what, fix)
+
+
+def _elsewhere(folder: ModelFolder, config: JsonObject) -> _Named | None:
+    """Return where a method of transformers is named that is not ``quantization_config``."""
+    if named := named_quantization(config):
+        entry, method = named
+        what = f"says in {entry} that the weights are quantized ({method}), and transformers does not read it there"
+        return _Named(folder.path / CONFIG, what, "rename the entry to quantization_config in config.json")
+    for name in BESIDE:
+        path = folder.path / name
+        document = folder.files.try_read(path) if path.is_file() else {}
+        settings = None if isinstance(document, Finding) else settings_beside(name, document)
+        if settings is not None:
+            what = f"says that the weights are quantized ({settings['quant_method']}), and config.json does not"
+            return _Named(path, what, f'add "quantization_config": {json.dumps(settings)} to config.json')
+    return None
