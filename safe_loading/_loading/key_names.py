@@ -16,6 +16,10 @@ _WITH_ADAPTER_NAME = re.compile(
 )
 
 
+# A saved module in a raw state_dict(), which peft writes without this part.
+_SAVED = re.compile(r"\.modules_to_save\.(?P<adapter>[^.]+)(?=\.)")
+
+
 def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool = False) -> str:
     """Return the key as ``PeftModel.save_pretrained`` writes it.
 
@@ -58,8 +62,12 @@ def renames(
     seen: dict[str, str] = {}
     changed: dict[str, str] = {}
     problems = []
+    keys = list(keys)
+    # Whoever saves what is trained (DeepSpeed's zero_to_fp32 --exclude_frozen_parameters) has raw names of all of it.
+    adapters = {"default", *(found["adapter"] for key in keys if (found := _WITH_ADAPTER_NAME.match(key)))}
     for key in keys:
         name = canonical_key(key, prompt_learning=prompt_learning, own_module=own_module)
+        name = _SAVED.sub(lambda found: "" if found["adapter"] in adapters else found[0], name)
         if key_mapping and name.startswith(PEFT_PREFIX) and not prompt_learning:
             name = PEFT_PREFIX + _mapped(without_peft_prefix(name), key_mapping)
         if place is not None and name.startswith(PEFT_PREFIX):

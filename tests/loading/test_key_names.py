@@ -66,6 +66,16 @@ def test_two_keys_for_one_tensor_are_a_problem() -> None:
     assert f"module.{Q}" in problems[0]
 
 
+@pytest.mark.parametrize("name", ["default", "my adapter"])
+def test_a_saved_module_in_a_raw_state_dict_loses_the_name_of_the_adapter(name: str) -> None:
+    raw = f"base_model.model.score.modules_to_save.{name}.dense.weight"
+    changed, problems = renames([Q.replace("lora_A", f"lora_A.{name}"), raw])
+    assert (changed[raw], problems) == ("base_model.model.score.dense.weight", [])
+    # a second copy that peft writes, without the name of an adapter
+    copies = ["base_model.model.lm_head.modules_to_save.weight", "base_model.model.score.modules_to_save.dense.weight"]
+    assert renames([Q, *copies]) == ({}, [])
+
+
 def test_summary_counts_and_shows_one() -> None:
     changed, _ = renames([f"module.{Q}", f"module.{Q.replace('lora_A', 'lora_B')}"])
     assert summarize(changed) == f"2 key(s) renamed, for example {f'module.{Q}'!r} to {Q!r}"

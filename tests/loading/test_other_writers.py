@@ -12,7 +12,10 @@ import pytest
 import torch
 from faults import adapters as faults
 from loaded_models import logits
+from models import save_adapter
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from safe_loading import (
     AdapterError,
@@ -125,3 +128,19 @@ def test_names_of_peft_have_an_answer(
     with pytest.raises(ArgumentError, match=re.escape(said)):
         load_adapter_on_rank(model, tiny_adapter, "later", **passed)
     load_adapter_on_rank(model, tiny_adapter, "later", torch_device="cpu", local_files_only=True, **instead)
+
+
+def test_the_raw_names_of_all_that_is_trained_are_read(tmp_path: Path, tiny_llama: Path) -> None:
+    """zero_to_fp32.py --exclude_frozen_parameters writes a saved module, too, with the name of the adapter in it."""
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, modules_to_save=["lm_head"], target_modules=["q_proj"])
+    wanted = load_peft_on_rank(adapter, tiny_llama)
+    found = load_peft_on_rank(adapter, tiny_llama, is_trainable=True)
+    raw = {name: each.detach().clone() for name, each in found.named_parameters() if each.requires_grad}
+    assert "base_model.model.lm_head.modules_to_save.default.weight" in raw
+    save_file(raw, adapter / faults.WEIGHTS)
+    model = load_peft_on_rank(adapter, tiny_llama)
+    assert torch.equal(logits(model), logits(wanted))
+    assert [finding.code for finding in model.load_report.findings] == ["adapter-keys-renamed"]
+    merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(merged.lm_head.weight, raw["base_model.model.lm_head.modules_to_save.default.weight"])
