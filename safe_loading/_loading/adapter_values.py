@@ -163,12 +163,18 @@ def places(
 ) -> tuple[dict[str, str], list[str], Mapping[str, str], OldNames | None]:
     """Return the keys that are written otherwise now, which of them collide, by which patterns, and the old names."""
     own_module = base is not None and "module" in base._modules
+    own_peft = base is None or any(name.endswith("base_model") for name, _ in base.named_modules())
     patterns = key_mapping if key_mapping is not None else getattr(base, "_checkpoint_conversion_mapping", None)
     patterns = patterns if isinstance(patterns, Mapping) and not prompt_learning else {}
     old = None if base is None or prompt_learning else OldNames(base, known)
     place = None if old is None else old.place
     changed, collisions = renames(
-        keys, prompt_learning=prompt_learning, own_module=own_module, key_mapping=patterns, place=place
+        keys,
+        prompt_learning=prompt_learning,
+        own_module=own_module,
+        own_peft=own_peft,
+        key_mapping=patterns,
+        place=place,
     )
     return changed, collisions, patterns, old
 

@@ -51,13 +51,15 @@ def renames(
     *,
     prompt_learning: bool = False,
     own_module: bool = False,
+    own_peft: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     place: Callable[[str], str] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """Return ``{key on disk: canonical key}`` where they differ, and a problem for each two that mean one tensor.
 
     ``key_mapping`` holds regular expressions and replacements for keys without peft's prefix, ``place`` says where in
-    the base a key with that prefix leads.
+    the base a key with that prefix leads. Without ``own_peft`` the base has no PeftModel in it, so that whatever stands
+    before peft's prefix is a wrapper's: a LightningModule's ``model.``, or the prefix of a PeftModel around this one.
     """
     seen: dict[str, str] = {}
     changed: dict[str, str] = {}
@@ -67,6 +69,8 @@ def renames(
     adapters = {"default", *(found["adapter"] for key in keys if (found := _WITH_ADAPTER_NAME.match(key)))}
     for key in keys:
         name = canonical_key(key, prompt_learning=prompt_learning, own_module=own_module)
+        if not (own_peft or prompt_learning):
+            name = PEFT_PREFIX + name.rpartition(PEFT_PREFIX)[2] if PEFT_PREFIX in name else name
         name = _SAVED.sub(lambda found: "" if found["adapter"] in adapters else found[0], name)
         if key_mapping and name.startswith(PEFT_PREFIX) and not prompt_learning:
             name = PEFT_PREFIX + _mapped(without_peft_prefix(name), key_mapping)

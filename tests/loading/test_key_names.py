@@ -76,6 +76,13 @@ def test_a_saved_module_in_a_raw_state_dict_loses_the_name_of_the_adapter(name: 
     assert renames([Q, *copies]) == ({}, [])
 
 
+def test_what_stands_before_peft_s_prefix_is_a_wrapper_s_unless_the_base_has_a_peft_model_in_it() -> None:
+    for prefix in ("model.", "pretrained_model.", "language_model.", "base_model.model.", "state_dict.model."):
+        assert renames([prefix + Q], own_peft=False)[0] == {prefix + Q: Q}
+    inside = f"base_model.model.llm.{Q}"
+    assert renames([inside], own_peft=True) == ({}, [])
+
+
 def test_summary_counts_and_shows_one() -> None:
     changed, _ = renames([f"module.{Q}", f"module.{Q.replace('lora_A', 'lora_B')}"])
     assert summarize(changed) == f"2 key(s) renamed, for example {f'module.{Q}'!r} to {Q!r}"

@@ -31,6 +31,7 @@ from safe_loading import (
     CheckpointNotFound,
     PickleRefused,
     audit_model,
+    check_checkpoint,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
@@ -577,6 +578,16 @@ def test_keys_of_wrappers_are_renamed_and_reported(
     renamed = model.load_report.parts[1].renamed
     assert len(renamed) == len(load_file(tiny_adapter / faults.WEIGHTS))
     assert all(old == prefix + new for old, new in renamed.items())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "base_model.model.", "pretrained_model.module."])
+def test_names_around_peft_s_prefix_are_a_wrapper_s(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, prefix: str
+) -> None:
+    wrapped = faults.edited(tiny_adapter, tmp_path / "wrapped", tensors=faults.with_prefix(prefix))
+    wanted = logits(load_peft_on_rank(tiny_llama, tiny_adapter))
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, wrapped)), wanted)
+    assert check_checkpoint(wrapped, base_model=tiny_llama).ok
 
 
 def test_keys_without_peft_s_prefix_are_renamed(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
