@@ -39,6 +39,8 @@ MADE_BY_TESTS = {
         "signature-not-verified": "checkpoint/test_published_hashes.py::"
         "test_a_manifest_is_compared_and_said_to_be_unverified",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
+        "trained-beside": "loading/test_other_writers.py::"
+        "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
         "changed": "checkpoint/test_checkpoint_index.py::"
         "test_files_that_changed_since_their_headers_were_read_are_refused",
         "not-a-folder": "checkpoint/test_checkpoint_index.py::"
@@ -51,6 +53,8 @@ MADE_BY_TESTS = {
     "loading.md": {
         "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
+        "trained-beside": "loading/test_other_writers.py::"
+        "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
         "current-device": "loading/test_contexts_on_cuda.py::test_the_device_of_a_rank_is_made_current",
         "expert-factors-widened": "loading/test_experts.py::test_scalings_that_16_bits_would_round_widen_the_factors",
         "fused-layout-unknown": "loading/test_expert_layouts.py::test_square_experts_without_a_version_are_refused",
@@ -62,6 +66,8 @@ MADE_BY_TESTS = {
         "test_projections_that_differ_from_the_shared_ones_are_refused",
     },
     "merge_checkpoint.md": {
+        "trained-beside": "loading/test_other_writers.py::"
+        "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
         "trained-on-packed": "merging/test_merge_packed.py::test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
         **dict.fromkeys(
             ("requantized", "update-lost"),

@@ -14,6 +14,7 @@ from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
+from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, errors_of
@@ -107,7 +108,8 @@ def prepare(
         )
     tensors = read_tensors(facts)
     facts.require_unchanged()  # peft has read the config again
-    return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)), key_mapping)
+    findings = [*findings, *trained_beside(facts.path), *value_findings(facts, tensors)]
+    return Adapter(name, facts, config, tensors, tuple(findings), key_mapping)
 
 
 def check_adapter_name(name: str) -> None:

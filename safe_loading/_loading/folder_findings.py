@@ -15,6 +15,7 @@ from safe_loading._checkpoint.json_files import JsonFiles
 from safe_loading._checkpoint.mlx import is_mlx, mlx_problems, peft_config_of
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
+from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._checkpoint.unread_codes import unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
@@ -97,6 +98,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         )
         findings.append(fault("adapter-dtype", folder, message, _SAVE_ADAPTER))
     findings += tokenizer_findings(folder, rows_of(tensors))
+    findings += trained_beside(folder)
     if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
         message = "names no base model (base_model_name_or_path)"
         fix = "pass base_model= when you load it"

@@ -136,6 +136,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "save it as UTF-8": _MENDED,
         "check that it is the right file": _MENDED,
     },
+    "_checkpoint/trained_beside.py": {
+        "put their values into the base": "loading/test_other_writers.py::"
+        "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
+    },
     "_checkpoint/tokenizer_ids.py": {
         "take the base's tokenizer": OUTSIDE,
         "put the tokenizer here": "loading/test_check_as_load.py::"

@@ -144,3 +144,28 @@ def test_the_raw_names_of_all_that_is_trained_are_read(tmp_path: Path, tiny_llam
     merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(merged.lm_head.weight, raw["base_model.model.lm_head.modules_to_save.default.weight"])
+
+
+def test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """LLaVA's non_lora_trainables.bin and LongLoRA's trainable_params.bin, which peft leaves where they are."""
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
+    assert "trained-beside" not in [finding.code for finding in check_checkpoint(adapter).findings]
+    torch.save({"model.norm.weight": torch.full((32,), 0.5)}, adapter / "non_lora_trainables.bin")
+    model = load_peft_on_rank(adapter, tiny_llama)
+    (found,) = model.load_report.findings
+    assert (found.code, found.severity) == ("trained-beside", "warning")
+    assert "'non_lora_trainables.bin'" in found.message
+    assert found.bytes == (adapter / "non_lora_trainables.bin").stat().st_size
+    assert found in check_checkpoint(adapter).findings
+    report = merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "merged")
+    assert "trained-beside" in [finding.code for finding in report.findings]
+    # the advice
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    base.load_state_dict(torch.load(adapter / "non_lora_trainables.bin", weights_only=True), strict=False)
+    trained = load_peft_on_rank(adapter, base)
+    assert torch.equal(trained.get_base_model().model.norm.weight, torch.full((32,), 0.5))
+    assert not torch.equal(logits(trained), logits(model))
+    (adapter / "non_lora_trainables.bin").unlink()
+    assert load_peft_on_rank(adapter, tiny_llama).load_report.findings == ()

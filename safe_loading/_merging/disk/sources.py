@@ -17,6 +17,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._checkpoint.sha256sums import SUMS
 from safe_loading._checkpoint.signing_manifest import MANIFEST
+from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
@@ -74,9 +75,11 @@ class MergeSources:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of adapters that were trained on a packed base, where this one is not."""
+        """The findings of adapters with weights beside theirs, or trained on a packed base, where this one is not."""
+        beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path)]
         configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
-        return packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
+        of_base = packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
+        return [*beside, *of_base]
 
 
 def merge_request(
