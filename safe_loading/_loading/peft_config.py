@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping
 
 import peft
@@ -31,6 +32,7 @@ from safe_loading.errors import AdapterError, SafeLoadingError
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _MAMBA_CHECK = "_check_lora_target_modules_mamba"
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_LEARNING_RATE = re.compile(r"_lr(?:_|$)")  # in the name of a field
 
 
 def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfig, list[Finding]]:
@@ -179,7 +181,9 @@ def _changes_nothing(name: str, value: object, config: JsonObject, *, is_trainab
         return True
     # "qalora_group_size" beside "use_qalora": false
     switched_off = config.get(f"use_{name.partition('_')[0]}") is False
-    return switched_off or ("dropout" in name and not is_trainable)
+    # ms-swift repeats the method, and writes the learning rates of LoRA+ whether they were used or not
+    repeated = name == "swift_type" and value == config.get("peft_type")
+    return switched_off or repeated or bool(_LEARNING_RATE.search(name)) or ("dropout" in name and not is_trainable)
 
 
 def _unknown_field(facts: AdapterFolder, name: str, value: object, *, is_trainable: bool) -> Finding:

@@ -17,8 +17,9 @@ from safe_loading import AdapterError, load_peft_on_rank
         {"hyper_dropout": 0.1},
         {"init_hyper_weights": True},
         {"enable_lora": None, "merge_weights": True},
+        {"swift_type": "LORA", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06, "lora_dtype": None, "use_qa_lora": False},
     ],
-    ids=["empty", "switched off", "dropout", "start", "peft 0.2"],
+    ids=["empty", "switched off", "dropout", "start", "peft 0.2", "ms-swift"],
 )
 def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, fields: dict[str, Any]
@@ -36,6 +37,8 @@ def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
         {"hyper_group_size": 16},
         {"init_hyper_weights": "pissa"},
         {"enable_lora": [True, False, True]},
+        {"swift_type": "LONGLORA"},
+        {"lora_dtype": "bf16"},
     ],
     ids=str,
 )
