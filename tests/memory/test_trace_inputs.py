@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_config
 from torch import nn
 from transformers import BartConfig, BertConfig, NllbMoeConfig
@@ -214,3 +215,16 @@ def test_pairs_of_sentences_and_sounds_have_one_label_each() -> None:
     sounds = {"input_values": torch.empty(2, 1024, 128, device="meta")}
     trace = trace_step(made("ASTForAudioClassification"), TRAIN, inputs=sounds)
     assert [block.bytes for block in trace.allocations if block.component == "inputs"][-1] == 2 * 8
+
+
+@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "PhimoeForCausalLM"])
+def test_a_router_that_peft_cannot_adapt_is_named_and_left_out_as_advised(name: str) -> None:
+    lora: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    step = Workload.train(2, 16, adapter=LoraConfig(**lora))
+    with pytest.raises(TraceError, match=r"returns several tensors.*exclude_modules=\['router'\]"):
+        predict_memory(made(name), step, context_bytes=0)
+    model = get_peft_model(getattr(transformers, name)(tiny_config(name)), LoraConfig(**lora))
+    with pytest.raises(AttributeError, match="'tuple' object"):  # the step itself
+        model(input_ids=torch.zeros(2, 16, dtype=torch.long))
+    advised = Workload.train(2, 16, adapter=LoraConfig(**lora, exclude_modules=["router"]))
+    assert predict_memory(made(name), advised, context_bytes=0).allocated_peak_bytes > 0

@@ -12,6 +12,7 @@ import accelerate
 import numpy
 import torch
 from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import PreTrainedModel
 
@@ -58,7 +59,7 @@ def trace_error(
     if _devices_differ(error):  # torch's message names the fake devices
         message = re.sub(r"\bcpu:(\d+)\b", r"device \1", message)
         message = re.sub(r"\bcpu\b", "the host", message)
-    fix = _fix(model, error, inputs or {})
+    fix = _fix_for_layer(model, module, error) or _fix(model, error, inputs or {})
     return TraceError(
         f"{type(model).__name__} cannot be traced for {workload!r}: {type(error).__name__} in {where}: {message}"
         + (f"{'' if message.endswith(('.', '!')) else '.'} {fix}" if fix else "")
@@ -73,6 +74,19 @@ def refuse_untraced_methods(config: PeftConfig) -> None:
         raise TraceError(f"{refused} {_SPARSE[kind]} computes with sparse tensors. {_FIX_FOR_SPARSE}")
     if getattr(config, "monteclora_config", None) is not None:
         raise TraceError(f"{refused} MonteCLoRA draws samples of its own on a GPU that it chooses. {FIX_FOR_METHODS}")
+
+
+def _fix_for_layer(model: torch.nn.Module, module: str, error: Exception) -> str:
+    """Return the remedy for a layer of peft around a module that returns several tensors, as routers of experts do."""
+    if "'tuple' object has no attribute" not in str(error) or not isinstance(
+        model.get_submodule(module), BaseTunerLayer
+    ):
+        return ""
+    name = module.rpartition(".")[2]
+    return (
+        f"The step itself raises this, too: {name!r} returns several tensors, and peft's layer takes one. Leave it as "
+        f"it is: exclude_modules=[{name!r}] in the adapter's config."
+    )
 
 
 def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
