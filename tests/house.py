@@ -11,12 +11,23 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+VERBS = tuple(
+    f"safe_loading.{verb}"
+    for verb in (
+        "_loading.load_peft_on_rank",
+        "_merging.merge_lora_inplace",
+        "_merging.merge_lora_checkpoint",
+        "_sharding.wrap_fsdp_meta_safe",
+        "_wrapping.wrap_transparent",
+        "_memory.plan_device_map",
+    )
+)
 # Lower may not import higher.
 ORDER = (
     "errors",
@@ -87,6 +98,19 @@ class House:
                     target = target.rpartition(".")[0]
                 if target in self.files:
                     yield target
+
+    def stands_on(self, name: str) -> set[str]:
+        """The modules that a module imports, directly or by way of others, and itself; not the public face."""
+        found, waiting = {name}, [name]
+        while waiting:
+            new = set(self.imports(waiting.pop())) - found - {"safe_loading"}
+            found |= new
+            waiting += new
+        return found
+
+    def lines(self, names: Iterable[str]) -> int:
+        """The lines of some modules."""
+        return sum(self.sources[name].count("\n") for name in names)
 
     def upward(self, name: str, tree: ast.AST | None = None) -> set[str]:
         """The modules that stand higher than the one that imports them."""
@@ -208,7 +232,7 @@ def main() -> None:
     if "--write" in sys.argv:
         ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text(encoding="utf-8"), house), encoding="utf-8")
         return
-    lines = sum(source.count("\n") for source in house.sources.values())
+    lines = house.lines(house.files)
     arrows = {(house.room(name), house.room(other)) for name in house.files for other in house.imports(name)}
     longest = max(house.sources, key=lambda name: house.sources[name].count("\n"))
     length, function = house.functions()[0]
@@ -226,6 +250,10 @@ def main() -> None:
         "own-line comments": f"{house.comments()} ({100 * house.comments() / lines:.1f} %)",
     }.items():
         print(f"{what:<26}{figure}")
+    print("\nfiles and lines that a verb stands on")
+    for verb in VERBS:
+        under = house.stands_on(verb)
+        print(f"{verb.rpartition('.')[2]:<26}{len(under):>3}{house.lines(under):>8}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
 
-from .heads import HEADS, as_head, base_and_path, device_and_dtype_of_output, head_problems, saved_head
+from .heads import HEADS, as_head, base_and_path, device_and_dtype_of_output, head_problems
+from .saved_head import saved_head
 
 Model = TypeVar("Model", bound=nn.Module)
 
