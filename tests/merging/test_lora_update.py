@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from safe_loading._merging.weights.finite import delta_bound, delta_rms, why_not_finite
 from safe_loading._merging.weights.rounding import _Frame, round_into
@@ -237,6 +239,43 @@ def test_norms_are_left_for_whoever_undoes_it() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- is it finite
+
+
+class MemoryRunsOut(TorchDispatchMode):
+    """Lets one operation of torch, counted from 1, find no memory; 0 only counts them."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise torch.OutOfMemoryError("no more memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_memory_that_runs_out_at_any_operation_changes_no_byte(kind: str) -> None:
+    update, weight = UPDATES[kind](40, 16), seeded(40, 16).to(torch.bfloat16)
+    merge_matrix(update, wanted := weight.clone(), scratch_bytes=1)
+
+    def merged(at: int) -> tuple[torch.Tensor, MemoryRunsOut]:
+        found = weight.clone()
+        merger = RowMerger(update, weight.dtype, weight.device, scratch_bytes=1)
+        if update.needs_norms:
+            merger.add_norms(found, 0)
+        with MemoryRunsOut(at) as mode:
+            merger.merge(found, 0)
+        return found, mode
+
+    operations = merged(0)[1].count
+    for at in range(1, operations + 1):
+        try:
+            found = merged(at)[0]
+        except torch.OutOfMemoryError:  # before the first block
+            continue
+        assert torch.equal(found, wanted), at
 
 
 @pytest.mark.parametrize("where", ["left", "right", "magnitude", "weight"])

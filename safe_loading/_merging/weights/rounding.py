@@ -103,8 +103,9 @@ class _Frame:
             self._mend_on_device(values)
             return
         if values is not self._exact:
-            flat, self._exact = values.view(-1).numpy().view(np.int64), values
+            flat = values.view(-1).numpy().view(np.int64)
             self._exact_rows, self._exact_rest = flat[: self._whole].reshape(self._rows.shape), flat[self._whole :]
+            self._exact = values
         if len(self._rest):  # less than a chunk: mended without a search
             _make_anew(self._rest, slice(None), self._exact_rest, self._dtype)
         if not self._whole:

@@ -151,20 +151,24 @@ class RowMerger:
         """
         blocks = self._blocks(rows, start)
         targets = blocks if into is None else self._blocks(into, start)
-        # .to() returns the rows themselves unless their device has no float64; then a copy is merged and copied back.
         for (first, stored), (_, target) in zip(blocks, targets, strict=True):
-            block = stored.to(self._device)
-            out = target if block is stored else block
             try:
-                self._rounder.store(self._merged(block, first), out)
+                self._merge_block(stored, first, target)
             except (MemoryError, RuntimeError) as error:
                 self._spare = None  # room for the temporaries of this block
-                try:  # the block's last operation is the one that writes it, so it can be merged once more
-                    self._rounder.store(self._merged(block, first), out)
+                try:
+                    self._merge_block(stored, first, target)
                 except (MemoryError, RuntimeError):
                     raise PartlyMergedError(first, error) from error
-            if out is not target:
-                target.copy_(out)
+
+    def _merge_block(self, stored: torch.Tensor, first: int, target: torch.Tensor) -> None:
+        """Merge one block; its last operation is the one that writes it, so one that fails can be merged once more."""
+        # .to() returns the rows themselves unless their device has no float64; then a copy is merged and copied back.
+        block = stored.to(self._device)
+        out = target if block is stored else block
+        self._rounder.store(self._merged(block, first), out)
+        if out is not target:
+            target.copy_(out)
 
     def sums(self, rows: torch.Tensor, start: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the merged values of rows in float64, each with its first row, in memory that the next overwrites."""
@@ -218,11 +222,12 @@ class RowMerger:
 
     def _convert_left(self, first: int) -> None:
         """Convert the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
-        self._left_from = first
+        self._left_from = -1  # as long as they are not whole: the memory may run out in between
         for term, left in zip(self.update.terms, self._left, strict=True):
             stored = term.left.detach()[first : first + len(left)].to(self._device)
             left[: len(stored)].copy_(stored).mul_(term.scaling)
             left[len(stored) :] = 0
+        self._left_from = first
 
     def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
         values, lead = self._load(block, first)
@@ -247,8 +252,8 @@ class RowMerger:
         magnitude = self._magnitude[index]
         if self.update.axis == 1:
             if self._norms_are_squares:
-                for norm in self.norms.values():
-                    norm.sqrt_()
+                # all at once: where the memory runs out at one of them, no other may be taken twice
+                self.norms = {number: squares.sqrt() for number, squares in self.norms.items()}
                 self._norms_are_squares = False
             return magnitude / self.norms[index]
         norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
