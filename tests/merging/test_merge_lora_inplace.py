@@ -20,11 +20,12 @@ from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PromptTuningConfi
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
 from test_lora_update import nearest
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from safe_loading import ArgumentError, MergeError, load_peft_on_rank, merge_lora_inplace
+from safe_loading import ArgumentError, MergeError, load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace
 from safe_loading._merging.weights import apply
 from safe_loading._merging.weights.update import RowMerger
 
@@ -553,6 +554,25 @@ def test_a_saved_head_is_no_longer_tied_and_the_report_says_so(tmp_path: Path) -
     merged = merge_lora_inplace(load_peft_on_rank(base, adapter))
     assert [finding.code for finding in merged.merge_report.findings] == ["no-longer-tied"]
     assert merged.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("names", [None, ["default"]])
+def test_a_saved_module_under_trained_tokens_of_another_adapter_is_the_module_itself(
+    tmp_path: Path, names: list[str] | None
+) -> None:
+    """peft wraps the wrapper of the saved module, and unloads the outer one alone."""
+    base = save_llama(tmp_path / "base")
+    saved = save_adapter(tmp_path / "saved", base, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    tokens = save_adapter(tmp_path / "tokens", base, target_modules=["q_proj"], trainable_token_indices=[1, 5], seed=1)
+    model = load_peft_on_rank(base, saved)
+    load_adapter_on_rank(model, tokens, "tokens")
+    wanted = load_file(saved / "adapter_model.safetensors")["base_model.model.model.embed_tokens.weight"]
+    merged: Any = merge_lora_inplace(model, adapter_names=names)
+    assert type(merged.get_input_embeddings()) is nn.Embedding
+    assert torch.equal(merged.get_input_embeddings().weight, wanted)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in merged.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["bart", "bert"])

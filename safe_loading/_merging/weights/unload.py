@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from safe_loading._core.engines import forget_adapters
 from safe_loading._core.report import Finding
@@ -32,6 +32,9 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             # peft's unload() keeps the active copy. set_adapter() would change requires_grad as well.
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     base: torch.nn.Module = tuner.unload()
+    # One adapter's saved module under another's trained tokens is a wrapper in a wrapper: peft takes off the outer one.
+    while any(isinstance(module, AuxiliaryTrainingWrapper) for module in base.modules()):
+        base = tuner.unload()
     forget_adapters(base)
     forget_names_of_adapter(base)
     if not wants_tie(base):
