@@ -236,7 +236,8 @@ def _norm_and_head(
     """Return the last norm and the head as one unit; None where the root takes them.
 
     A fused loss reads the head's weight and never calls the head, so nothing would gather it there. With the norm,
-    which runs right before the loss, it is gathered in time.
+    which runs right before the loss, it is gathered in time. Where the two are trained in different dtypes they cannot
+    be one unit (:func:`_separate_dtypes`).
     """
     head = embeddings_and_head_of(model).head
     names = {module: name for name, module in modules.items()}
@@ -255,7 +256,11 @@ def _norm_and_head(
         and name not in of
         and any(True for _ in module.parameters())
     ]
-    return (norms[0], names[head]) if len(norms) == 1 and norms[0] != names[head] else None
+    if len(norms) != 1 or norms[0] == names[head]:
+        return None
+    both = (*modules[norms[0]].parameters(), *head.parameters())
+    dtypes = {parameter.dtype for parameter in both if parameter in places and parameter.requires_grad}
+    return (norms[0], names[head]) if len(dtypes) <= 1 else None
 
 
 Owned = dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # the parameters of each group, with canonical names

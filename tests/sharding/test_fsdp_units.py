@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import gpt2, llama, on_meta, whole
+from fsdp_cases import gpt2, llama, on_meta, reference, whole
 from torch import nn
 
 from safe_loading import ArgumentError, wrap_fsdp_meta_safe
@@ -142,6 +142,17 @@ def test_another_dtype_gets_a_unit_where_torch_asks_for_one() -> None:
     model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
     with pytest.raises(ArgumentError, match=r"scale is torch\.float64"):
         plan_units(model)
+
+
+@pytest.mark.parametrize("wider", ["model.norm", "lm_head"])
+def test_a_last_norm_of_another_dtype_than_the_head_is_a_unit_of_its_own(one_rank: None, wider: str) -> None:
+    """As k-bit preparation casts the norms, and TRL the head."""
+    model = reference(llama, torch.bfloat16)
+    model.get_submodule(wider).float()
+    assert names(model)[-2:] == [wider, "(root)"]
+    wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sharded: Any = wrap_fsdp_meta_safe(model)
+    assert all(torch.equal(whole(parameter), wanted[name]) for name, parameter in sharded.named_parameters())
 
 
 def test_the_caller_decides_by_class_name_pattern_or_predicate() -> None:
