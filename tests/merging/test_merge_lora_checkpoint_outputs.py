@@ -153,6 +153,28 @@ def test_two_of_three_tied_weights_are_replaced(tmp_path: Path) -> None:
     assert torch.allclose(logits(loaded(tmp_path / "out", ProphetNetForCausalLM)), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("config", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [3, 4]}}])
+def test_what_no_checkpoint_of_a_class_holds_is_not_missed_where_a_tie_ends(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Marian's sinusoids are computed, and never saved."""
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 60, "pad_token_id": 0}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    MarianMTModel(MarianConfig(**layers, **sizes, **special)).save_pretrained(tmp_path / "base")
+    options = {"auto_class": MarianMTModel, "task_type": None, "target_modules": ["q_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **config)
+    model = load_peft_on_rank(tmp_path / "base", adapter, auto_class=MarianMTModel)
+    expected = merge_lora_inplace(model).state_dict()
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", auto_class=MarianMTModel)
+    found = MarianMTModel.from_pretrained(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 

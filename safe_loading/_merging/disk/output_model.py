@@ -34,7 +34,7 @@ from safe_loading._loading.choose_class import ChosenClass, choose_class
 from safe_loading._loading.vocabulary import replaced_shapes, vocabulary_of
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.embeddings_and_head import computes_by_tie_flag
-from safe_loading._model.layout.fit import missing_names
+from safe_loading._model.layout.fit import missing_names, optional_names
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.ties import UntiedPair, held_apart, untie, untied_finding
 from safe_loading._model.tensor_values import as_buffer
@@ -259,10 +259,12 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
     layout, state = read_layout(model, tensors), model.state_dict()
     problems = [f"{name}: {why}" for name, why in layout.opaque.items() if name in state and "the checkpoint" in why]
     # What neither the base nor an adapter has may still be a name that the base ties to another one.
+    optional = optional_names(model)
     for name in missing_names(state, {*layout.of, *layout.opaque}, all_names(model)):
         source = _one_tensor_of(output.ties.get(name, ()), output.layout)
         if source is None:
-            problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")
+            if not optional(name):
+                problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")
             continue
         changes.added[name] = source
         if source in changes.merges:

@@ -80,13 +80,18 @@ def missing_problems(
     aliases: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Return a problem for each tensor that the model needs, its class does not excuse, and the checkpoint lacks."""
-    optional = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    optional = optional_names(model)
     return [
         f"{name}: the model has {str(expected[name].dtype).removeprefix('torch.')} {list(expected[name].shape)}, and "
         f"the checkpoint {str(checkpoint.folder)!r} has no tensor of that name, so it would start at random"
         for name in missing_names(expected, stored, aliases)
         if not optional(name)
     ]
+
+
+def optional_names(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Return whether the class of a model excuses checkpoints that lack a name: the model computes it, say."""
+    return _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
 
 
 def unexpected_tensors(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
