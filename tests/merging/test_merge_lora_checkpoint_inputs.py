@@ -40,6 +40,27 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-*.safetensors"])
+def test_a_file_that_vanishes_once_it_was_read_is_named(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    base = copied(tiny_llama, tmp_path / "base")
+    (file,) = base.glob(name)
+    original = verb.small_files
+
+    def vanished(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
+        file.unlink()
+        return found
+
+    monkeypatch.setattr(verb, "small_files", vanished)
+    with pytest.raises(CheckpointError, match=file.name):
+        merge_lora_checkpoint(base, tiny_adapter, tmp_path / "out")
+    monkeypatch.undo()
+    (base / file.name).write_bytes((tiny_llama / file.name).read_bytes())  # the advice
+    merge_lora_checkpoint(base, tiny_adapter, tmp_path / "out")
+
+
 @pytest.mark.parametrize("step", ["plan_files", "write_files"])
 def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, step: str

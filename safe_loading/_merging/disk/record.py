@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from safe_loading._checkpoint.files import try_open
+from safe_loading._checkpoint.files import stamp, try_open
 from safe_loading._checkpoint.tensor_hash import KEY, new_hash
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -40,9 +40,11 @@ class Outcome:
 def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
     """Return the facts that decide the bytes of the output: a second call goes on only when they are the same."""
     weights = {name: header.path for name, header in sources.base.checkpoint.headers.items()}
-    facts = {name: path.stat() for name, path in {**weights, **sources.carried}.items()}
-    # A base that was written again is another job, even where its sizes are the same.
-    files = {name: [fact.st_size, fact.st_mtime_ns, fact.st_ino] for name, fact in facts.items()}
+    read = sources.base.opened.stamps
+    stamps = {name: read.get(path) or stamp(path) for name, path in {**weights, **sources.carried}.items()}
+    # A base that was written again is another job, even where its sizes are the same; the number of a device is none of
+    # the file's.
+    files = {name: list(facts[1:]) for name, facts in stamps.items()}
     return {
         "versions": _versions(),
         "base": str(sources.base.folder.resolve()),
