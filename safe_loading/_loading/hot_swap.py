@@ -7,7 +7,7 @@ import itertools
 import math
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
 
@@ -25,7 +25,7 @@ from .attach import Attached, refusal
 from .match import one_for_all_layers, saved_module_dtype
 from .old_names import with_new_names
 from .peft_config import of_pattern
-from .slots import AdapterSlot, adapter_slots, route
+from .slots import AdapterSlot, adapter_slots, route, saved_tensors
 from .starts import starts_on_base
 
 
@@ -62,7 +62,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         raise AdapterError(f"{adapter.facts.source!r} is {method_name(config.peft_type)}; peft can hot-swap LoRA only.")
     # Both go through peft's mapping, so that their keys can be compared.
     with quiet():
-        old = route(model, name, get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+        old = route(model, name, saved_tensors(model, name))
         new = route(model, name, file.tensors)
     slots = adapter_slots(model, old.tensors)
     findings = [*adapter.findings, *file.findings, *_differences(adapter, slots, new.tensors, dtype)]

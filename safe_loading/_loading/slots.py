@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners._buffer_dict import BufferDict
 from peft.utils import AuxiliaryTrainingWrapper
 
@@ -114,9 +114,9 @@ def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tenso
     state_dict = dict(tensors)
     missing = []
     placeholders: set[int] = set()
-    for key in _wrapper_keys(model, adapter_name):
+    for key, place in _wrapper_keys(model, adapter_name).items():
         if key not in state_dict:
-            missing.append(key)
+            missing += [key] if place.needed else []
             # Without a placeholder peft raises a bare KeyError for the first missing key.
             state_dict[key] = torch.empty(0, device="meta")
             placeholders.add(id(state_dict[key]))
@@ -161,11 +161,30 @@ def _undo_lossy_renames(
             routed[name] = routed.pop(lost[id(value)])
 
 
-def _wrapper_keys(model: PeftModel, adapter_name: str) -> list[str]:
-    """Return the file keys that ``modules_to_save`` and trainable tokens ask for."""
-    return [
-        f"{path}.{key}"
+def saved_tensors(model: PeftModel, adapter_name: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a loaded adapter as peft saves them, by their keys in a file."""
+    absent = {key: place.in_model for key, place in _wrapper_keys(model, adapter_name).items() if not place.needed}
+    # Without placeholders peft raises a bare KeyError for the first of them, as in `route`.
+    state = {**model.state_dict(), **dict.fromkeys(absent.values(), torch.empty(0, device="meta"))} if absent else None
+    saved = get_peft_model_state_dict(model, state, adapter_name, save_embedding_layers=False)
+    return {key: tensor for key, tensor in saved.items() if key not in absent}
+
+
+class _WrapperPlace(NamedTuple):
+    """Where a tensor that a wrapper asks for lies in the model, and whether the adapter has it."""
+
+    in_model: str
+    needed: bool
+
+
+def _wrapper_keys(model: PeftModel, adapter_name: str) -> dict[str, _WrapperPlace]:
+    """Return the file keys that ``modules_to_save`` and trainable tokens ask for.
+
+    Trained tokens of one adapter ask every other one for its own, whether it has any or not (peft 0.21).
+    """
+    return {
+        f"{path}.{key}": _WrapperPlace(f"{path}.{in_module}", adapter_name in module._adapters)
         for path, module in walk_modules(model)
         if isinstance(module, AuxiliaryTrainingWrapper)
-        for key in module.adapter_state_dict_load_map(adapter_name)  # type: ignore[no-untyped-call]  # peft's
-    ]
+        for key, in_module in module.adapter_state_dict_load_map(adapter_name).items()  # type: ignore[no-untyped-call]
+    }

@@ -324,3 +324,20 @@ def test_save_llama_is_not_rewritten(tmp_path: Path) -> None:
     assert [p.read_bytes() for p in sorted(one.glob("*.safetensors"))] == [
         p.read_bytes() for p in sorted(two.glob("*.safetensors"))
     ]
+
+
+def test_an_adapter_without_tokens_is_loaded_and_swapped_beside_one_that_trained_some(
+    tiny_llama: Path, made: Made
+) -> None:
+    """peft asks every adapter for tokens where one has any: a KeyError of its own."""
+    tokens = made.adapter(tiny_llama, trainable_token_indices=[1, 5, 7])
+    plain, swapped = made.adapter(tiny_llama, seed=2), made.adapter(tiny_llama, seed=3)
+    wanted = {adapter: logits(load_peft_on_rank(tiny_llama, adapter)) for adapter in (tokens, plain, swapped)}
+    model = load_peft_on_rank(tiny_llama, tokens)
+    load_adapter_on_rank(model, plain, "plain")
+    for name, adapter in (("default", tokens), ("plain", plain), ("default", tokens)):
+        model.set_adapter(name)
+        assert torch.equal(logits(model), wanted[adapter])
+    load_adapter_on_rank(model, swapped, "plain", hotswap=True)
+    model.set_adapter("plain")
+    assert torch.equal(logits(model), wanted[swapped])
