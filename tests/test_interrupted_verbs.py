@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import everything, facts, interrupted_at, problems_at, sampled
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from wrapped_models import Count, llama, lora, peft_llama
@@ -23,14 +24,20 @@ from safe_loading import (
     load_adapter_on_rank,
     load_at_prepare,
     load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
     meta_model,
     plan_device_map,
     predict_memory,
     prepare_and_wrap,
+    verify_merge,
     wrap_fsdp_meta_safe,
     wrap_transparent,
 )
+from safe_loading._loading import attach
 from safe_loading._memory.trace import operation_cache
+from safe_loading._merging.disk import output_model
+from safe_loading._merging.weights import dequantize
 
 MOST = 8  # lines of a verb where Ctrl-C comes; the slow sweep takes twenty-five times as many
 SLOW_VERBS = ("audit", "predict", "plan")  # a quarter of them
@@ -204,3 +211,47 @@ def test_torch_is_switched_on_again_wherever_a_trace_switches_it_off() -> None:
         with contextlib.suppress(KeyboardInterrupt), interrupted_at(number, within=file) as lines:
             predict_memory(model, STEP)
         assert facts(model)["switches"] == before, lines.place
+
+
+def _dequantized() -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn
+    model = nn.Sequential(bnb.Linear4bit(64, 64), bnb.Linear4bit(64, 64)).to("cpu")
+    merge_lora_inplace(get_peft_model(model, LoraConfig(target_modules=["0"])), dequantize=True)
+
+
+def _merged_on_disk(folder: Path) -> None:
+    merge_lora_checkpoint(folder, _adapters()["other"], folder.parent / "merged", overwrite=True, threads=1)
+
+
+def _verified(folder: Path) -> None:
+    verify_merge(folder, _adapters()["other"], folder.parent / "merged")
+
+
+MERGES: dict[str, tuple[Callable[[Path], None], Any]] = {
+    "dequantized": (lambda _: _dequantized(), dequantize),
+    "on disk": (_merged_on_disk, output_model),
+    "attached on disk": (_merged_on_disk, attach),
+    "verified": (_verified, attach),
+}
+
+
+@pytest.mark.parametrize("most", [MOST, pytest.param(25 * MOST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
+@pytest.mark.parametrize("merge", MERGES)
+def test_torch_is_as_it_was_where_a_merge_is_interrupted(
+    merge: str, signalled: bool, most: int, tmp_path: Path
+) -> None:
+    """Around the blocks that make modules on meta, whose ends are Python: Ctrl-C may come before one is done."""
+    call, module = MERGES[merge]
+    file, folder = (str(module.__file__),), tmp_path / "base"
+    llama().save_pretrained(folder)
+    if merge != "dequantized":
+        _merged_on_disk(folder)
+    before = facts(())
+    with interrupted_at(within=file) as lines:
+        call(folder)
+    for number in sampled(lines.count, 5 * most, seed=most):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(number, signalled=signalled, within=file) as lines:
+            call(folder)
+        found = facts(())
+        assert [name for name in before if name != "generator" and found[name] != before[name]] == [], lines.place

@@ -26,6 +26,7 @@ from safe_loading._loading.folder_findings import base_findings
 from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.layout.tensor_contents import REPORT
+from safe_loading._model.torch_state import torch_kept_when_raised
 from safe_loading._output.output_folder import check_apart, output_path
 from safe_loading._output.stage import Records, Stage
 from safe_loading._ranks.default_device import tensors_on_host
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@torch_kept_when_raised
 @tensors_on_host()
 def merge_lora_checkpoint(
     base_model: Source,

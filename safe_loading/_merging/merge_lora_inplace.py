@@ -21,6 +21,7 @@ from safe_loading._core.report import Finding, MiB
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.peft_layers import adapters_of, tuner_of, without_peft_levels
 from safe_loading._model.quantized.recognize import is_quantized
+from safe_loading._model.torch_state import torch_kept_when_raised
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading.errors import ArgumentError
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .report import MergedModel
 
 
+@torch_kept_when_raised
 @tensors_on_host()
 @torch.no_grad()
 def merge_lora_inplace(

@@ -26,6 +26,7 @@ from safe_loading._loading.check_checkpoint import check_checkpoint
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
 from safe_loading._model.formats.registry import STORED, format_named
 from safe_loading._model.formats.stored import QuantizedTensor
+from safe_loading._model.torch_state import torch_kept_when_raised
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.launcher import cores
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 _CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 
 
+@torch_kept_when_raised
 @tensors_on_host()
 def verify_merge(
     base_model: Source,

@@ -93,3 +93,14 @@ def undone_when_raised(verb: Callable[Arguments, Result]) -> Callable[Arguments,
             return verb(*args, **kwargs)
 
     return call
+
+
+def torch_kept_when_raised(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a verb that leaves torch as it was when it raises, by Ctrl-C as well; for verbs that undo the rest."""
+
+    @functools.wraps(verb)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with undone_on_error(TorchState().restore):
+            return verb(*args, **kwargs)
+
+    return call
