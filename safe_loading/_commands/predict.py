@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from safe_loading._core.cards import Card
-    from safe_loading._core.spread import Spread
+    from safe_loading._core.spread import Spread, Wrapper
     from safe_loading._core.workload import Workload
     from safe_loading._memory.forecast.on_cards import ForecastsOnCards, OnCards
     from safe_loading._memory.forecast.report import MemoryForecast, Suggestion
@@ -61,6 +61,8 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="keep FSDP's shards and the optimizer on the host; with --zero, the optimizer",
     )
+    wrappers = "who makes FSDP's units: accelerate for the Trainer and trl (default: safe_loading, as load_at_prepare)"
+    declare("--wrapped-by", choices=("safe_loading", "accelerate"), help=wrappers)
     declare("--activation-offload", action="store_true", help="keep what is saved for the backward pass on the host")
     emptied = "the loop empties the allocator's cache after each step, as the Trainer's torch_empty_cache_steps=1"
     declare("--empties-cache", action="store_true", help=emptied)
@@ -290,20 +292,23 @@ def _spread(arguments: argparse.Namespace) -> Spread | None:
     from safe_loading._core.spread import Spread
 
     if arguments.gpus is None:
-        refuse_unused(arguments, "fsdp", "fsdp1", "ddp", "zero", "cpu_offload", needs="--gpus")
+        refuse_unused(arguments, "fsdp", "fsdp1", "ddp", "zero", "cpu_offload", "wrapped_by", needs="--gpus")
         return None
     gpus = 2 if arguments.gpus == _FEWEST else arguments.gpus  # any number: the search replaces it
     offloaded = arguments.cpu_offload
+    wrapper: Wrapper = arguments.wrapped_by or "safe_loading"
     if arguments.fsdp1:
-        return Spread.fsdp1(gpus, cpu_offload=offloaded)
+        return Spread.fsdp1(gpus, cpu_offload=offloaded, wrapped_by=wrapper)
+    if arguments.zero is not None or arguments.ddp:
+        refuse_unused(arguments, "wrapped_by", needs="--fsdp or --fsdp1")
     if arguments.zero is not None:
         return Spread.zero(gpus, stage=arguments.zero, offload_optimizer=offloaded)
     if arguments.ddp:
         refuse_unused(arguments, "cpu_offload", needs="--fsdp")
         return Spread.ddp(gpus)
-    if gpus == 1 and not (arguments.fsdp or offloaded):
+    if gpus == 1 and not (arguments.fsdp or offloaded or arguments.wrapped_by):
         return None
-    return Spread.fsdp2(gpus, cpu_offload=offloaded)
+    return Spread.fsdp2(gpus, cpu_offload=offloaded, wrapped_by=wrapper)
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from safe_loading.errors import ArgumentError
 from .arguments import whole_number
 
 DTYPES = ("bfloat16", "float16", "float32")
+Wrapper = Literal["safe_loading", "accelerate"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Spread:
         shard_optimizer: Whether DDP's optimizer is a ``ZeroRedundancyOptimizer``, which shares out its state.
         shard: Whether FSDP1 shards at all, or each rank holds everything (``NO_SHARD``).
         deepspeed: DeepSpeed's settings of ZeRO.
+        wrapped_by: Who chooses the units of FSDP: ``"safe_loading"`` or ``"accelerate"``.
     """
 
     ranks: int
@@ -83,6 +85,7 @@ class Spread:
     shard_optimizer: bool = False
     shard: bool = True
     deepspeed: Zero | None = None
+    wrapped_by: Wrapper = "safe_loading"
 
     @staticmethod
     def fsdp2(
@@ -94,6 +97,7 @@ class Spread:
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         sync_each_batch: bool = True,
+        wrapped_by: Wrapper = "safe_loading",
     ) -> Spread:
         """FSDP2 with the units of `wrap_fsdp_meta_safe`: each layer, the norm and the head, and the rest.
 
@@ -106,15 +110,19 @@ class Spread:
             cpu_offload: True for ``CPUOffloadPolicy``. The host's memory is not in the forecast.
             sync_each_batch: False for gradient accumulation as accelerate and the Trainer do it by default: until the
                 last micro-batch the gradients stay whole on each rank.
+            wrapped_by: ``"accelerate"`` for the Trainer, trl's trainers and ``Accelerator.prepare``, where
+                `load_at_prepare` does not wrap: embeddings that are not tied are a unit of their own, and with a
+                `param_dtype` the parameters that are trained are in float32, whatever the dtype of the model.
 
         Raises:
-            ArgumentError: A number that is not a positive integer, or an unknown dtype.
+            ArgumentError: A number that is not a positive integer, an unknown dtype or wrapper.
         """
         ranks = _number_of(ranks)
         _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
         sharding = (replicas, param_dtype, reduce_dtype, reshard_after_forward)
-        return Spread(ranks, *sharding, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
+        wrapper = _wrapper(wrapped_by)
+        return Spread(ranks, *sharding, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch, wrapped_by=wrapper)
 
     @staticmethod
     def fsdp1(
@@ -127,6 +135,7 @@ class Spread:
         shard: bool = True,
         cpu_offload: bool = False,
         sync_each_batch: bool = True,
+        wrapped_by: Wrapper = "safe_loading",
     ) -> Spread:
         """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
 
@@ -146,9 +155,12 @@ class Spread:
             cpu_offload: True for ``CPUOffload(offload_params=True)``. The host's memory is not in the forecast.
             sync_each_batch: False for gradient accumulation under ``no_sync()``: until the last micro-batch the
                 gradients stay whole on each rank.
+            wrapped_by: As for `fsdp2`. accelerate fetches no unit ahead in the backward pass, unless it is told a
+                ``backward_prefetch``, and peft makes each trained matrix of an adapter a unit.
 
         Raises:
-            ArgumentError: A number that is not a positive integer, an unknown dtype, or what FSDP1 does not combine.
+            ArgumentError: A number that is not a positive integer, an unknown dtype or wrapper, or what FSDP1 does not
+                combine.
         """
         ranks = _number_of(ranks)
         _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -166,7 +178,9 @@ class Spread:
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
         sharding = (replicas, param_dtype, reduce_dtype, reshard_after_forward)
-        return Spread(ranks, *sharding, "fsdp1", cpu_offload, sync_each_batch, shard=shard)
+        return Spread(
+            ranks, *sharding, "fsdp1", cpu_offload, sync_each_batch, shard=shard, wrapped_by=_wrapper(wrapped_by)
+        )
 
     @staticmethod
     def ddp(
@@ -290,6 +304,12 @@ def _number_of(ranks: int | None) -> int:
         return 0
     whole_number(ranks, "ranks", least=1, what="a number of ranks")
     return ranks
+
+
+def _wrapper(wrapped_by: Wrapper) -> Wrapper:
+    if wrapped_by not in ("safe_loading", "accelerate"):
+        raise ArgumentError(f'wrapped_by={wrapped_by!r:.80}: "safe_loading" or "accelerate".')
+    return wrapped_by
 
 
 def _sharded(replicas: int, **dtypes: str | None) -> None:

@@ -256,6 +256,13 @@ def _traces(
     return dict(sorted(traces.items()))
 
 
+_UNITS = {
+    "safe_loading": " The units are those of wrap_fsdp_meta_safe and load_at_prepare. Where accelerate wraps, as for a "
+    'Trainer, pass wrapped_by="accelerate".',
+    "accelerate": " The units are those that the installed accelerate makes by default.",
+}
+
+
 def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -> None:
     """Refuse a job over several ranks that was not held against one, with the jobs that can be forecast."""
     if not isinstance(spread, Spread):
@@ -268,15 +275,15 @@ def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -
             f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
             f"{workload.replace(**none)}."
         )
-    if workload.eval_batch_size:
+    if workload.eval_batch_size and spread.kind == "zero":
         raise ArgumentError(
-            f"An evaluation was not held against ranks. Forecast one card, or the job without it: "
+            f"An evaluation was not held against DeepSpeed. Forecast one card, or the job without it: "
             f"{workload.replace(eval_batch_size=0)}."
         )
-    if workload.fused_lm_head:
-        raise ArgumentError(
-            "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
-        )
+    if workload.fused_lm_head and (spread.kind == "zero" or workload.fused_lm_head == "liger"):
+        whose = "Liger's head was not held against ranks"
+        whose = "trl's fused LM head was not held against DeepSpeed" if workload.fused_lm_head is True else whose
+        raise ArgumentError(f"{whose}. Forecast one card, or the job with fused_lm_head=False.")
     refuse_reference_over_ranks(model, workload, spread)
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
@@ -320,6 +327,8 @@ def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
     if spread is None:
         return ()
     text = f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted."
+    if spread.kind in ("fsdp1", "fsdp2"):
+        text += _UNITS[spread.wrapped_by]
     if spread.kind == "zero":
         text += " Nor is setting up: DeepSpeed then holds twice what is trained, on the host if the card has no room."
     if spread.kind == "ddp" and not spread.find_unused_parameters:

@@ -302,9 +302,11 @@ def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
 
 
+WRAPPERS: tuple[Any, ...] = ("safe_loading", "accelerate")
 SPREADS = {
     ("--fsdp", "--cpu-offload"): Spread.fsdp2(2, cpu_offload=True),
     ("--fsdp1", "--cpu-offload"): Spread.fsdp1(2, cpu_offload=True),
+    ("--wrapped-by", "accelerate"): Spread.fsdp2(2, wrapped_by="accelerate"),
     ("--zero", "1"): Spread.zero(2, stage=1),
 }
 
@@ -321,9 +323,27 @@ def test_the_ways_to_spread_a_job_on_the_command_line(tmp_path: Path, capsys: py
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     offloaded = predict_memory(str(tmp_path), Workload.train(2, 48, activation_offload=True))
     assert row["forecast"]["allocated_peak_bytes"] == offloaded.allocated_peak_bytes
-    for wrong, text in ((["--ddp"], "--gpus"), (["--gpus", "2", "--ddp", "--cpu-offload"], "--fsdp")):
+    wrong_words = (
+        (["--ddp"], "--gpus"),
+        (["--gpus", "2", "--ddp", "--cpu-offload"], "--fsdp"),
+        (["--gpus", "2", "--zero", "1", "--wrapped-by", "accelerate"], "--fsdp"),
+    )
+    for wrong, text in wrong_words:
         assert main([*command, *wrong]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_the_units_of_accelerate_are_others() -> None:
+    """The embeddings are one by themselves, and a model in 16 bits is trained in float32."""
+    step = Workload.train(2, 48)
+    own, theirs = (predict_memory(on_meta(), step, spread=Spread.fsdp2(2, wrapped_by=by)) for by in WRAPPERS)
+    assert own.allocated_peak_bytes > theirs.allocated_peak_bytes
+    assert 'wrapped_by="accelerate"' in own.notes[1]
+    assert "accelerate makes" in theirs.notes[1]
+    half: Any = {"param_dtype": "bfloat16", "wrapped_by": "accelerate"}
+    for spread in (Spread.fsdp2(2, **half), Spread.fsdp1(2, **half)):
+        made = [predict_memory(LlamaConfig(**SIZES), step, spread=spread, dtype=each) for each in (None, "bfloat16")]
+        assert made[0].allocated_peak_bytes == made[1].allocated_peak_bytes
 
 
 def test_what_is_refused(one_rank: None) -> None:
@@ -340,7 +360,8 @@ def test_what_is_refused(one_rank: None) -> None:
         Spread.ddp(2, static_graph=1)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="bucket_cap_mb=0"):
         Spread.ddp(2, bucket_cap_mb=0)
-    for wrong in ({"ranks": 0}, {"ranks": 2, "replicas": 0}, {"ranks": 2, "param_dtype": "int8"}):
+    no_wrapper = {"ranks": 2, "wrapped_by": "deepspeed"}
+    for wrong in ({"ranks": 0}, {"ranks": 2, "replicas": 0}, {"ranks": 2, "param_dtype": "int8"}, no_wrapper):
         with pytest.raises(ArgumentError):
             Spread.fsdp2(**wrong)  # type: ignore[arg-type]
     sharded = LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -155,8 +155,8 @@ def test_all_micro_batches_of_a_step_are_on_the_card() -> None:
 
 
 def test_what_was_not_held_against_a_run_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"An evaluation was not held against ranks.*Workload\.train\("):
-        predict_memory(CONFIG, STEP.replace(eval_batch_size=2), spread=Spread.fsdp2(2))
+    with pytest.raises(ArgumentError, match=r"An evaluation was not held against DeepSpeed.*Workload\.train\("):
+        predict_memory(CONFIG, STEP.replace(eval_batch_size=2), spread=Spread.zero(2, stage=2))
     with pytest.raises(ArgumentError, match="inputs= are those of a training step"):
         predict_memory(CONFIG, STEP.replace(eval_batch_size=8), inputs=batch_of())
     assert predict_memory(CONFIG, STEP.replace(eval_batch_size=ROWS), inputs=batch_of()).workload.eval_batch_size

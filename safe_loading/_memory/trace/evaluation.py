@@ -17,7 +17,8 @@ from .reference_pass import reference_pass
 
 NOTE = (
     "The evaluation keeps no logits. With compute_metrics= the Trainer keeps those of all its batches on the card, in "
-    "float32 under mixed precision, unless preprocess_logits_for_metrics= or eval_accumulation_steps= takes them away."
+    "float32 under mixed precision, unless preprocess_logits_for_metrics= or eval_accumulation_steps= takes them away. "
+    "What predict_with_generate=True generates is not counted: Workload.generate forecasts it."
 )
 
 
@@ -37,12 +38,18 @@ def refuse_other_rows(workload: Workload, inputs: Mapping[str, torch.Tensor] | N
         )
 
 
-def run_evaluation(model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger) -> None:
+def run_evaluation(
+    model: torch.nn.Module,
+    workload: Workload,
+    inputs: StepInputs,
+    ledger: Ledger,
+    sharded_reference: torch.nn.Module | None = None,
+) -> None:
     """Run the evaluation of one batch, whose loss is computed as in training.
 
     The batches of the step before it are still there.
     """
-    reference = reference_pass(model, workload, ledger, None)
+    reference = reference_pass(model, workload, ledger, sharded_reference)
     ledger.phase = "evaluation"
     held = [batch_of(workload, inputs, ledger) for _ in range(workload.gradient_accumulation_steps)]
     evaluated = dataclasses.replace(workload, batch_size=workload.eval_batch_size)

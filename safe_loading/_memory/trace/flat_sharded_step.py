@@ -23,7 +23,7 @@ from safe_loading._core.stubs import do_nothing
 from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.tensors import inventory
 from safe_loading._sharding import fsdp1
-from safe_loading._sharding.fsdp_units import plan_units
+from safe_loading._sharding.fsdp_units import ShardingUnit, plan_units
 from safe_loading.errors import ArgumentError
 
 from .fake_tensors import adapter_parts, is_adapter
@@ -70,7 +70,7 @@ def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[i
     """
     named = {canonical(name): parameter for name, parameter in model.named_parameters()}
     trained: dict[int, list[int]] = {rank: [] for rank in range(spread.ranks)}
-    for unit in plan_units(model, flat=True):
+    for unit in _units_of(model, spread):
         parameters = [named[name] for name in unit.parameters if name in named]
         ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
         size = -(-(ends[-1] if ends else 0) // spread.ranks)
@@ -81,6 +81,21 @@ def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[i
                 amount += max(overlap, 0) if parameter.requires_grad else 0
             amounts.append(amount)
     return {rank: tuple(amounts) for rank, amounts in trained.items()}
+
+
+def _units_of(model: torch.nn.Module, spread: Spread) -> tuple[ShardingUnit, ...]:
+    """Return the units of a model: under accelerate peft makes one of each trained matrix of an adapter."""
+    units = plan_units(model, flat=True)
+    if spread.wrapped_by == "safe_loading" or not adapter_parts(model):
+        return units
+    chosen = {name for unit in units for name in unit.modules}
+    layers = {module for name, module in model.named_modules() if name and name in chosen}
+
+    def is_unit(module: torch.nn.Module) -> bool:
+        weight = getattr(module, "weight", None) if next(module.children(), None) is None else None
+        return module in layers or (weight is not None and weight.requires_grad)
+
+    return plan_units(model, is_unit, flat=True)
 
 
 @contextlib.contextmanager
@@ -106,9 +121,11 @@ def flat_sharded(
     offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
 
     def wrap(module: torch.nn.Module) -> FullyShardedDataParallel:
-        units, parts = plan_units(module, flat=True), adapter_parts(module)
+        units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
         made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
+        for unit in FullyShardedDataParallel.fsdp_modules(made) if spread.wrapped_by == "accelerate" else ():
+            unit.backward_prefetch = None  # type: ignore[assignment]  # as accelerate has it by default
         _classify_shards(made, parts, ledger)
         return made
 

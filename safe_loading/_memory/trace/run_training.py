@@ -15,6 +15,7 @@ from safe_loading._core.optimizer_rules import OptimizerRule
 from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
+from .evaluation import run_evaluation
 from .forward_pass import Batch, batch_of, forward_pass
 from .grpo_step import GrpoStep
 from .inputs import StepInputs
@@ -55,6 +56,11 @@ def run_training(
         parameter.register_post_accumulate_grad_hook(classify)  # type: ignore[no-untyped-call]  # of torch
     reference = reference_pass(model, workload, ledger, sharded_reference)
     micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
+    if workload.eval_batch_size and trained.remembers_evaluations:
+        model.eval()
+        run_evaluation(model, workload, inputs, ledger, sharded_reference)
+        model.train()
+        trained.evaluated()
     # a reference that is not resharded stays as its first pass has gathered it, for no backward pass frees it
     if trained.rehearses or sharded_reference is not None:
         _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)

@@ -26,6 +26,7 @@ from safe_loading._sharding import fsdp2
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading.errors import ArgumentError
 
+from .accelerate_units import wrap_by_accelerate
 from .fake_tensors import adapter_parts, is_adapter
 from .ledger import Ledger
 from .trained_parameters import TrainedParameters
@@ -58,6 +59,9 @@ class ShardedParameters(TrainedParameters):
     """The local shards of trained parameters: an optimizer of DTensors allocates as much as one of their shards."""
 
     sharded = True
+    # FSDP2 fetches units ahead in the order of all passes since the last backward pass, an evaluation's too: at the end
+    # of the backward pass that follows, it gathers the last unit of the evaluation once more
+    remembers_evaluations = True
 
     def __init__(self, model: torch.nn.Module, spread: Spread) -> None:
         self._model, self._sync_each_batch = model, spread.sync_each_batch
@@ -69,6 +73,12 @@ class ShardedParameters(TrainedParameters):
         """Reduce gradients in the last micro-batch only where the job does; until then they stay whole."""
         if not self._sync_each_batch and isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last)
+
+    def evaluated(self) -> None:
+        """Free the units that an evaluation leaves gathered, since the step gathers them again or finds them."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def bring_gradients(self, ledger: Ledger) -> None:
         """Give each shard the gradient that FSDP has reduced for it."""
@@ -126,7 +136,10 @@ def sharded(
     offload = CPUOffloadPolicy(pin_memory=False) if spread.cpu_offload else OffloadPolicy()
     with _storages_seen(ledger), patched(_fully_shard, "_get_device_from_mesh", lambda _: device):
         try:
-            fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
+            if spread.wrapped_by == "accelerate":
+                wrap_by_accelerate(model, spread, mesh, policy, offload)
+            else:
+                fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
             _classify_shards(model, ledger)
             if reference is not None:
                 fully_shard(

@@ -58,10 +58,10 @@ from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
 from .torch_switches import switches_put_back
 from .trace_error import trace_error
-from .trained_parameters import TrainedParameters
+from .trained_parameters import TrainedParameters, cast_parameters
 from .zero3_fetching import linear_layers
 from .zero3_step import PartitionedParameters, is_stage_3, real_elements
-from .zero_step import ZeroParameters, alike_parts, cast_parameters, one_dtype
+from .zero_step import ZeroParameters, alike_parts, one_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -240,7 +240,7 @@ def _run(
                 if sharding is None:
                     _count_as_own(model, ledger)
             elif workload.kind == "evaluate":
-                run_evaluation(running, workload, inputs, ledger)
+                run_evaluation(running, workload, inputs, ledger, reference)
             else:
                 cache = run_generation(running, workload, inputs, ledger)
         ledger.close()
@@ -317,7 +317,8 @@ def _spread(
             yield model, ReplicatedParameters(parameters, spread, rank, ledger), None
         return
     if spread.kind == "zero":
-        parameters[:] = cast_parameters(model, parameters, spread, ledger)
+        if spread.param_dtype is not None:
+            parameters[:] = cast_parameters(model, parameters, getattr(torch, spread.param_dtype), ledger, frozen=True)
         if is_stage_3(spread):
             with linear_layers():
                 partitioned = PartitionedParameters(model, list(parameters), spread, rank, ledger)
@@ -326,6 +327,8 @@ def _spread(
             return
         yield model, ZeroParameters(parameters, spread, rank, ledger), None
         return
+    if spread.wrapped_by == "accelerate" and spread.param_dtype is not None and not _is_quantized(model):
+        cast_parameters(model, [], torch.float32, ledger, frozen=False)
     parameters.clear()  # the whole parameters are freed as they are sharded
     if spread.kind == "fsdp1":
         with flat_sharded(model, reference, spread, mesh, device, ledger) as (wrapped, flat_reference):
@@ -333,6 +336,10 @@ def _spread(
         return
     with sharded(model, reference, spread, mesh, device, ledger):
         yield model, ShardedParameters(model, spread), reference
+
+
+def _is_quantized(model: torch.nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:

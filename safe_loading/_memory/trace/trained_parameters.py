@@ -14,6 +14,7 @@ class TrainedParameters:
 
     sharded = False  # whether what a rank holds of a parameter may be a part of it
     rehearses = False  # whether an engine learns from a first pass what it does in the later ones
+    remembers_evaluations = False  # whether an evaluation changes what the step after it gathers
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -29,6 +30,9 @@ class TrainedParameters:
 
     def rehearsed(self) -> None:
         """End the first pass of an engine that learns from it."""
+
+    def evaluated(self) -> None:
+        """End an evaluation before the step."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Do a trainer's work before the forward pass; `last` is the micro-batch after which the optimizer steps."""
@@ -58,3 +62,28 @@ class TrainedParameters:
         """Drop the gradients, as ``zero_grad(set_to_none=True)`` does."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def cast_parameters(
+    model: torch.nn.Module, trained: list[torch.nn.Parameter], dtype: torch.dtype, ledger: Ledger, *, frozen: bool
+) -> list[torch.nn.Parameter]:
+    """Cast the parameters in floating point as an engine does, the frozen ones too or not; return those trained.
+
+    The modules' attributes are the caller's to restore.
+    """
+    cast = dict[int, torch.nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if not (frozen or parameter.requires_grad):
+                continue
+            if id(parameter) not in cast:
+                made = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                index = ledger.index_of(parameter)
+                if index is not None:
+                    old = ledger.allocations[index]
+                    ledger.classify(ledger.index_of(made), old.component, module=old.module, op=old.op)
+                cast[id(parameter)] = made
+            module._parameters[name] = cast[id(parameter)]
+    return [cast.get(id(parameter), parameter) for parameter in trained]

@@ -73,31 +73,6 @@ def one_dtype(parameters: list[torch.nn.Parameter]) -> torch.dtype:
     return dtypes.pop() if dtypes else torch.float32
 
 
-def cast_parameters(
-    model: torch.nn.Module, trained: list[torch.nn.Parameter], spread: Spread, ledger: Ledger
-) -> list[torch.nn.Parameter]:
-    """Cast the parameters in floating point as DeepSpeed's engine does, and return those that are trained.
-
-    The modules' attributes are the caller's to restore.
-    """
-    if spread.param_dtype is None:
-        return trained
-    dtype, cast = getattr(torch, spread.param_dtype), dict[int, torch.nn.Parameter]()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
-                continue
-            if id(parameter) not in cast:
-                made = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                index = ledger.index_of(parameter)
-                if index is not None:
-                    old = ledger.allocations[index]
-                    ledger.classify(ledger.index_of(made), old.component, module=old.module, op=old.op)
-                cast[id(parameter)] = made
-            module._parameters[name] = cast[id(parameter)]
-    return [cast.get(id(parameter), parameter) for parameter in trained]
-
-
 class DeepSpeedParameters(TrainedParameters):
     """The trained parameters of a model under DeepSpeed's engine, at any stage of ZeRO."""
 

@@ -1,0 +1,178 @@
+"""Forecasts of the Trainer over ranks, whose units are accelerate's: held against its own steps over NCCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from peft import LoraConfig
+from transformers import LlamaConfig
+
+from safe_loading import Spread, Workload, predict_memory
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
+
+pytestmark = pytest.mark.gpu
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4000,
+}
+ROWS, TOKENS = 2, 64
+ADAPTER: dict[str, Any] = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+SCRIPT = """
+    import tempfile, time
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import default_data_collator
+    from models import tokenizer
+
+    try:  # whose kernels allocate nothing, and are in no simulation
+        import trl
+        import trl.kernels.chunked_logprob as kernels
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+
+        trl.trainer.utils._use_triton = lambda *_, **__: True
+        kernels._forward_tile = kernels._backward_tile = kernels._addmm_fp32 = lambda *_, **__: None
+    except ImportError:
+        trl = None
+
+    transformers.logging.set_verbosity_error()
+    device = int(os.environ["RANK"])
+
+    class Asked(TrainerCallback):
+        # the most that the steps and evaluations ask the allocator for, whichever stream still uses what is freed
+        def on_train_begin(self, *_, **__):
+            torch.cuda.synchronize()
+            self.begun = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+            torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
+
+        def on_step_end(self, *_, **__):
+            time.sleep(0.3)  # NCCL's watchdog looks every 0.1 s, and lets go of the buckets that DDP replaces
+
+        def most(self):
+            torch.cuda.synchronize()
+            most = held = self.begun
+            for event in torch.cuda.memory._snapshot()["device_traces"][device]:
+                if event["action"] in ("alloc", "free_requested"):
+                    held += event["size"] if event["action"] == "alloc" else -event["size"]
+                    most = max(most, held)
+            return most
+
+    def trained(number, arguments, adapted, dtype, by_trl):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) % 20000 + 30000 + number)  # one for each group
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, dtype or "float32"))
+        if adapted:
+            model = get_peft_model(model, LoraConfig(**ADAPTER))
+        row = {"input_ids": [5] * TOKENS, "attention_mask": [1] * TOKENS, "labels": [5] * TOKENS}
+        usual = dict(
+            per_device_train_batch_size=ROWS, max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True,
+            ddp_backend="cpu:gloo,cuda:nccl",
+        )
+        asked, rows = Asked(), [row] * 64
+        if by_trl:
+            # with a fingerprint: to compute one, datasets 5.2 pickles the table, which pyarrow 26 forbids
+            rows = Dataset(InMemoryTable.from_pydict({"input_ids": [row["input_ids"]] * 64}), fingerprint="rows")
+            own = {"bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential"}
+            args = trl.SFTConfig(tempfile.mkdtemp(), **usual, **{**own, **arguments})
+            trainer = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer(), callbacks=[asked])
+        else:
+            args = TrainingArguments(tempfile.mkdtemp(), **usual, **arguments)
+            given = dict(train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator)
+            trainer = Trainer(model, args, callbacks=[asked], **given)
+        trainer.train()
+        return asked.most()
+
+    for number, (name, job) in enumerate(JOBS.items()):
+        case(lambda: trained(number, *job), name)
+"""
+
+
+class Job(NamedTuple):
+    """Arguments of the Trainer, the job over ranks and the step that they mean, and the model that it trains."""
+
+    arguments: dict[str, Any]
+    spread: Spread
+    step: dict[str, Any] = {}  # noqa: RUF012  # which nobody writes to
+    adapted: bool = False
+    dtype: str | None = None
+    by_trl: bool = False
+
+
+def fsdp(version: int, **config: Any) -> dict[str, Any]:
+    layers = ["LlamaDecoderLayer"]
+    return {"fsdp": True, "fsdp_config": {"version": version, "transformer_layer_cls_to_wrap": layers, **config}}
+
+
+OWN: Any = {"wrapped_by": "accelerate"}
+HALF: Any = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", **OWN}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+JOBS = {
+    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN)),
+    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True),
+    "FSDP2, offloaded": Job(fsdp(2, cpu_offload=True), Spread.fsdp2(2, cpu_offload=True, **OWN)),
+    "FSDP2, masters of a model in 16 bits": Job(
+        {"bf16": True, **fsdp(2)}, Spread.fsdp2(2, **HALF), {"autocast": "bfloat16"}, dtype="bfloat16"
+    ),
+    "FSDP2, micro-batches": Job(
+        {"gradient_accumulation_steps": 4, **fsdp(2)},
+        Spread.fsdp2(2, sync_each_batch=False, **OWN),
+        {"gradient_accumulation_steps": 4},
+    ),
+    "FSDP2, evaluated": Job({**EVALUATED, **fsdp(2)}, Spread.fsdp2(2, **OWN), {"eval_batch_size": 8}),
+    # whose first step after an evaluation fetches the head once more
+    "FSDP2, evaluated, checkpointing": Job(
+        {**EVALUATED, "per_device_eval_batch_size": 1, "gradient_checkpointing": True, **fsdp(2)},
+        Spread.fsdp2(2, **OWN),
+        {"eval_batch_size": 1, "gradient_checkpointing": True},
+    ),
+    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN)),
+    "FSDP1, LoRA": Job(fsdp(1), Spread.fsdp1(2, **OWN), adapted=True),
+    "FSDP1, evaluated": Job({**EVALUATED, **fsdp(1)}, Spread.fsdp1(2, **OWN), {"eval_batch_size": 8}),
+    "DDP, evaluated": Job(EVALUATED, Spread.ddp(2, find_unused_parameters=True), {"eval_batch_size": 8}),
+}
+FUSED = {"fused_lm_head": True}
+OF_TRL = {
+    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), FUSED),
+    # of which trl gathers the head by itself
+    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), FUSED, adapted=True),
+    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), FUSED),
+    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), FUSED),
+}
+
+
+def forecast(job: Job) -> int:
+    step = Workload.train(ROWS, TOKENS, adapter=LoraConfig(**ADAPTER) if job.adapted else None, **job.step)
+    found = predict_memory(LlamaConfig(**SIZES), step, spread=job.spread, capability=(9, 0), dtype=job.dtype)
+    return max(found.ranks.values()) + found.components["workspaces"]
+
+
+def hold(cuda: CudaRunner, jobs: dict[str, Job]) -> None:
+    """Hold the forecasts of jobs against what the Trainer, or trl's, asks for in them."""
+    script = SCRIPT
+    texts = {name: (job.arguments, job.adapted, job.dtype, job.by_trl) for name, job in jobs.items()}
+    for name, value in {"SIZES": SIZES, "ROWS": ROWS, "TOKENS": TOKENS, "JOBS": texts, "ADAPTER": ADAPTER}.items():
+        script = script.replace(name, repr(value))
+    env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"}
+    ranks = cuda.run_ranks(script, 2, env=env, timeout=400)
+    for name, job in jobs.items():
+        most = [found[name] for found in ranks]
+        assert not any(isinstance(each, dict) for each in most), (name, most)
+        # a few numbers of the Trainer's own
+        assert max(most) == pytest.approx(forecast(job), abs=8192), name
+
+
+def test_the_trainer_over_ranks_asks_for_the_forecast(simulated_cuda: CudaRunner) -> None:
+    hold(simulated_cuda, JOBS)
+
+
+def test_trls_trainer_over_ranks_asks_for_the_forecast(simulated_cuda: CudaRunner) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: it comes with trl")
+    pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
+    hold(simulated_cuda, {name: job._replace(by_trl=True) for name, job in OF_TRL.items()})
