@@ -174,6 +174,7 @@ VALUES = """
         "softmax": both(lambda x: x.softmax(-1).square(), x),
         "index": both(lambda x: x[x[:, 0] > 0].cumsum(0), x),
         "sdpa": both(sdpa, q, k),
+        "logsigmoid": both(functional.logsigmoid, x),
         "loss": both(lambda x: functional.cross_entropy(x, torch.arange(4, device=x.device)), x),
     })
     on = torch.arange(10, device="cuda:1")

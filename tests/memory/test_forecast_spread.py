@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from peft import LoraConfig
 from rank_server import RankServer
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, Spread, Workload, largest_micro_batch, predict_memory
 from safe_loading.__main__ import main
@@ -344,6 +345,19 @@ def test_the_units_of_accelerate_are_others() -> None:
     for spread in (Spread.fsdp2(2, **half), Spread.fsdp1(2, **half)):
         made = [predict_memory(LlamaConfig(**SIZES), step, spread=spread, dtype=each) for each in (None, "bfloat16")]
         assert made[0].allocated_peak_bytes == made[1].allocated_peak_bytes
+
+
+def test_a_layer_around_the_embeddings_is_no_unit_of_accelerate() -> None:
+    """Of BERT's two accelerate would wrap one inside the other, which torch refuses."""
+    bert = BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=101)
+    spread = Spread.fsdp2(2, wrapped_by="accelerate")
+    assert predict_memory(bert, Workload.train(2, 16), spread=spread, auto_class="BertForSequenceClassification").ranks
+
+
+def test_an_accelerate_without_fsdp2_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.utils.fsdp_utils", None)
+    with pytest.raises(ArgumentError, match="pip install -U accelerate"):
+        predict_memory(on_meta(), Workload.train(2, 8), spread=Spread.fsdp2(2, wrapped_by="accelerate"))
 
 
 def test_what_is_refused(one_rank: None) -> None:

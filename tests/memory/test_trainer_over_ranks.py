@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from peft import LoraConfig
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Spread, Workload, predict_memory
+from safe_loading._model.formats.four_bit import QLORA
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +32,7 @@ SCRIPT = """
     import transformers
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-    from transformers import default_data_collator
+    from transformers import BitsAndBytesConfig, default_data_collator
     from models import tokenizer
 
     try:  # whose kernels allocate nothing, and are in no simulation
@@ -65,11 +68,15 @@ SCRIPT = """
                     most = max(most, held)
             return most
 
-    def trained(number, arguments, adapted, dtype, by_trl):
+    def trained(number, arguments, adapted, dtype, by_trl, packed):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) % 20000 + 30000 + number)  # one for each group
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, dtype or "float32"))
+        if packed:
+            torch.cuda.set_device(device)
+            quantized = BitsAndBytesConfig(**packed)
+            model = LlamaForCausalLM.from_pretrained(sys.argv[1], quantization_config=quantized, dtype="bfloat16")
         if adapted:
-            model = get_peft_model(model, LoraConfig(**ADAPTER))
+            model = get_peft_model(model, LoraConfig(**ADAPTER), autocast_adapter_dtype=not packed)
         row = {"input_ids": [5] * TOKENS, "attention_mask": [1] * TOKENS, "labels": [5] * TOKENS}
         usual = dict(
             per_device_train_batch_size=ROWS, max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True,
@@ -103,6 +110,7 @@ class Job(NamedTuple):
     adapted: bool = False
     dtype: str | None = None
     by_trl: bool = False
+    packed: dict[str, Any] | None = None
 
 
 def fsdp(version: int, **config: Any) -> dict[str, Any]:
@@ -137,6 +145,16 @@ JOBS = {
     "FSDP1, evaluated": Job({**EVALUATED, **fsdp(1)}, Spread.fsdp1(2, **OWN), {"eval_batch_size": 8}),
     "DDP, evaluated": Job(EVALUATED, Spread.ddp(2, find_unused_parameters=True), {"eval_batch_size": 8}),
 }
+IN_FLOATS, IN_BYTES = ({**QLORA, "bnb_4bit_quant_storage": each} for each in ("bfloat16", "uint8"))
+MIXED: Any = {"bf16": True, **fsdp(2)}
+IN_FOUR_BITS = {
+    "FSDP2": Job(MIXED, Spread.fsdp2(2, **HALF), {"autocast": "bfloat16"}, adapted=True, packed=IN_FLOATS),
+    # which accelerate leaves whole on each rank
+    "FSDP2, codes in bytes": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True, packed=IN_BYTES),
+    "FSDP1": Job(
+        {"bf16": True, **fsdp(1)}, Spread.fsdp1(2, **HALF), {"autocast": "bfloat16"}, adapted=True, packed=IN_FLOATS
+    ),
+}
 FUSED = {"fused_lm_head": True}
 OF_TRL = {
     "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), FUSED),
@@ -149,18 +167,20 @@ OF_TRL = {
 
 def forecast(job: Job) -> int:
     step = Workload.train(ROWS, TOKENS, adapter=LoraConfig(**ADAPTER) if job.adapted else None, **job.step)
-    found = predict_memory(LlamaConfig(**SIZES), step, spread=job.spread, capability=(9, 0), dtype=job.dtype)
+    dtype = "bfloat16" if job.packed else job.dtype
+    options: Any = {"quantization_config": job.packed} if job.packed else {}
+    found = predict_memory(LlamaConfig(**SIZES), step, spread=job.spread, capability=(9, 0), dtype=dtype, **options)
     return max(found.ranks.values()) + found.components["workspaces"]
 
 
-def hold(cuda: CudaRunner, jobs: dict[str, Job]) -> None:
+def hold(cuda: CudaRunner, jobs: dict[str, Job], folder: Path | None = None) -> None:
     """Hold the forecasts of jobs against what the Trainer, or trl's, asks for in them."""
     script = SCRIPT
-    texts = {name: (job.arguments, job.adapted, job.dtype, job.by_trl) for name, job in jobs.items()}
+    texts = {name: (job.arguments, job.adapted, job.dtype, job.by_trl, job.packed) for name, job in jobs.items()}
     for name, value in {"SIZES": SIZES, "ROWS": ROWS, "TOKENS": TOKENS, "JOBS": texts, "ADAPTER": ADAPTER}.items():
         script = script.replace(name, repr(value))
     env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"}
-    ranks = cuda.run_ranks(script, 2, env=env, timeout=400)
+    ranks = cuda.run_ranks(script, 2, args=[] if folder is None else [folder], env=env, timeout=400)
     for name, job in jobs.items():
         most = [found[name] for found in ranks]
         assert not any(isinstance(each, dict) for each in most), (name, most)
@@ -176,3 +196,9 @@ def test_trls_trainer_over_ranks_asks_for_the_forecast(simulated_cuda: CudaRunne
     pytest.importorskip("datasets", reason="datasets is not installed: it comes with trl")
     pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
     hold(simulated_cuda, {name: job._replace(by_trl=True) for name, job in OF_TRL.items()})
+
+
+def test_an_adapter_on_a_base_in_4_bits_asks_for_the_forecast(simulated_cuda: CudaRunner, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16().save_pretrained(tmp_path)
+    hold(simulated_cuda, IN_FOUR_BITS, tmp_path)

@@ -31,6 +31,7 @@ from safe_loading._sharding.adapter_methods import past_hooks
 from safe_loading.errors import ArgumentError, TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
+from .accelerate_units import accelerates_own, trains_in_float32
 from .adapter_starts import computed_starts, widened_adapters
 from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
@@ -274,6 +275,8 @@ def ranks_alike(
     model: torch.nn.Module, workload: Workload, spread: Spread, prepare_for_kbit: KbitPreparation = "none"
 ) -> list[list[int]]:
     """Return the ranks of a job, those together that hold parts of the same sizes and so allocate the same."""
+    if spread.wrapped_by == "accelerate":
+        accelerates_own()  # or raise before a trace does
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(fake_ranks(spread))
         stack.enter_context(undone(Snapshot(model).restore))
@@ -327,7 +330,7 @@ def _spread(
             return
         yield model, ZeroParameters(parameters, spread, rank, ledger), None
         return
-    if spread.wrapped_by == "accelerate" and spread.param_dtype is not None and not _is_quantized(model):
+    if trains_in_float32(model, spread):
         cast_parameters(model, [], torch.float32, ledger, frozen=False)
     parameters.clear()  # the whole parameters are freed as they are sharded
     if spread.kind == "fsdp1":
@@ -336,10 +339,6 @@ def _spread(
         return
     with sharded(model, reference, spread, mesh, device, ledger):
         yield model, ShardedParameters(model, spread), reference
-
-
-def _is_quantized(model: torch.nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:
