@@ -31,7 +31,6 @@ from safe_loading._sharding.adapter_methods import past_hooks
 from safe_loading.errors import ArgumentError, TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
-from .accelerate_units import accelerates_own, trains_in_float32
 from .adapter_starts import computed_starts, widened_adapters
 from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
@@ -55,7 +54,7 @@ from .repeated_layers import repeated_layers
 from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
 from .run_training import run_training
-from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
+from .sharded_step import ShardedParameters, accelerates_own, alike, fake_ranks, sharded, trains_in_float32
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
 from .torch_switches import switches_put_back
 from .trace_error import trace_error
