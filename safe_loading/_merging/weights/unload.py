@@ -33,8 +33,12 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     base: torch.nn.Module = tuner.unload()
     # One adapter's saved module under another's trained tokens is a wrapper in a wrapper: peft takes off the outer one.
-    while any(isinstance(module, AuxiliaryTrainingWrapper) for module in base.modules()):
+    left = _wrappers(base)
+    while left:
         base = tuner.unload()
+        before, left = left, _wrappers(base)
+        if left >= before:  # what is not peft's to take off
+            break
     forget_adapters(base)
     forget_names_of_adapter(base)
     if not wants_tie(base):
@@ -46,3 +50,7 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
     ends = {f"{path}.weight" for path, module in base.named_modules() if module in (modules.embeddings, modules.head)}
     why = "the adapter brought an embedding or a head of its own, so the two are no longer the same weight"
     return base, [release_ties(base, ends, why)]
+
+
+def _wrappers(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
