@@ -326,6 +326,7 @@ def test_save_llama_is_not_rewritten(tmp_path: Path) -> None:
     ]
 
 
+@needs("peft", "0.20")
 def test_an_adapter_without_tokens_is_loaded_and_swapped_beside_one_that_trained_some(
     tiny_llama: Path, made: Made
 ) -> None:
