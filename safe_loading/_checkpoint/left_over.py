@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, counted
+from safe_loading._core.report import Finding, counted, format_bytes
 
 from .base_config import named_quantization
 from .faults import fault
 from .header import TensorInfo
+from .model_folder import ModelFolder
 
 _PLAIN = frozenset({"F16", "BF16", "F32", "F64", "C64", "BOOL", "I64", "U64"})
 # Buffers of plain models that are integers: masks and positions.
@@ -42,6 +43,20 @@ def left_over_quantization(path: Path, config: JsonObject, tensors: Mapping[str,
     )
     fix = f"delete {entry} from config.json, and what is left are the plain weights that the files hold"
     return fault("quantization-left-over", path, message, fix, sum(info.nbytes for info in tensors.values()))
+
+
+def bytes_in_codes(folder: ModelFolder) -> int | None:
+    """Return the bytes of a folder's weights, 0 where they are not here; None where the headers show plain weights."""
+    checkpoint = folder.whole_checkpoint
+    if checkpoint is None:
+        return 0
+    tensors = checkpoint.tensors.values()
+    return sum(info.nbytes for info in tensors) if any(map(holds_codes, tensors)) else None
+
+
+def files_take(size: int) -> str:
+    """Return the part of a message that says how many bytes `bytes_in_codes` found; nothing for none."""
+    return f"; the files take {format_bytes(size)}" if size else ""
 
 
 def holds_codes(info: TensorInfo) -> bool:

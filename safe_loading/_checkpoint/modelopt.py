@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding
 
 from .faults import fault
-from .left_over import holds_codes
+from .left_over import bytes_in_codes, files_take
 from .model_folder import CONFIG, ModelFolder
 
 QUANT_CONFIG = "hf_quant_config.json"  # the name under which modelopt exports it
@@ -25,22 +25,19 @@ def modelopt_codes(folder: ModelFolder) -> Finding | None:
     named = next(_named(folder), None)
     if named is None:
         return None
+    size = bytes_in_codes(folder)
+    if size is None:
+        return None
     path, algorithm = named
-    checkpoint, size = folder.whole_checkpoint, None
-    if checkpoint is not None:
-        if not any(map(holds_codes, checkpoint.tensors.values())):
-            return None
-        size = sum(info.nbytes for info in checkpoint.tensors.values())
-    taken = "" if size is None else f"; the files take {format_bytes(size)}"
     message = (
-        f"says that modelopt quantized the weights ({algorithm}){taken}. No transformers up to 5.23 reads such codes: "
-        f"it makes layers in 16 bits, whose weights no file holds"
+        f"says that modelopt quantized the weights ({algorithm}){files_take(size)}. No transformers up to 5.23 reads "
+        f"such codes: it makes layers in 16 bits, whose weights no file holds"
     )
     fix = (
         "take the checkpoint in 16 bits that it was made of, whose plan is an upper bound; vLLM and TensorRT-LLM read "
         "these codes"
     )
-    return fault("modelopt-codes", path, message, fix, size or 0)
+    return fault("modelopt-codes", path, message, fix, size)
 
 
 def _named(folder: ModelFolder) -> Iterator[tuple[Path, str]]:

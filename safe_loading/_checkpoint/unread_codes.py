@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding
 
 from .base_config import BESIDE, named_quantization, reads_quantization, settings_beside
 from .faults import fault, raise_faults
-from .left_over import holds_codes
+from .left_over import bytes_in_codes, files_take
 from .model_folder import CONFIG, ModelFolder
 from .modelopt import modelopt_codes
 
@@ -36,16 +36,11 @@ def unread_codes(folder: ModelFolder) -> Finding | None:
     document = folder.files.try_read(folder.path / CONFIG)
     config = {} if isinstance(document, Finding) else document
     named = None if reads_quantization(config) else _of_mlx(folder, config) or _elsewhere(folder, config)
-    if named is None:
+    size = None if named is None else bytes_in_codes(folder)
+    if named is None or size is None:
         return None
-    checkpoint, size = folder.whole_checkpoint, None
-    if checkpoint is not None:
-        if not any(map(holds_codes, checkpoint.tensors.values())):
-            return None
-        size = sum(info.nbytes for info in checkpoint.tensors.values())
-    taken = "" if size is None else f"; the files take {format_bytes(size)}"
-    message = f"{named.what}{taken}. transformers would make layers in 16 bits, whose weights no file holds"
-    return fault("unread-codes", named.where, message, named.fix, size or 0)
+    message = f"{named.what}{files_take(size)}. transformers would make layers in 16 bits, whose weights no file holds"
+    return fault("unread-codes", named.where, message, named.fix, size)
 
 
 def refuse_unread_codes(folder: ModelFolder) -> None:
