@@ -17,14 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.engines import require_for
-from safe_loading._core.names import ancestors, canonical
+from safe_loading._core.names import ancestors, canonical, method_name
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
+from .fsdp2 import is_peft_model
 from .fsdp_units import ShardingUnit, can_run
 from .parameters import parameters_of
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
 
 _RECORD = "_wrapped_by_safe_loading"
@@ -66,6 +68,7 @@ def wrapped_before(model: object) -> Wrapped | None:
 def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
     """Return the parameters that no unit manages."""
     _check_shapes(model)
+    _refuse_virtual_tokens(model)
     parameters = parameters_of(model)
     copies = [
         parameter.name
@@ -89,6 +92,25 @@ def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
             f"This {type(model).__name__} is wrapped by FSDP already, and nothing was attached to it since."
         )
     return tuple(new)
+
+
+def _refuse_virtual_tokens(model: nn.Module) -> None:
+    """Refuse adapters that put virtual tokens before the embedded ones, which peft embeds outside of the wrapped model.
+
+    Prefix tuning hands its tokens to the model as a cache.
+    """
+    configs: Mapping[str, PeftConfig] = getattr(model, "peft_config", {}) if is_peft_model(model) else {}
+    wrong = [
+        f"{name}: {method_name(config.peft_type)}"
+        for name, config in configs.items()
+        if config.is_prompt_learning and config.peft_type != "PREFIX_TUNING"
+    ]
+    if wrong:
+        raise ArgumentError(
+            "With these adapters peft embeds the tokens before it calls the model that FSDP2 wrapped, where nothing "
+            "gathers the embeddings; attach it first, then wrap:",
+            wrong,
+        )
 
 
 def _check_shapes(model: nn.Module) -> None:
@@ -128,6 +150,13 @@ def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[Shar
     if problems:
         raise ArgumentError("FSDP2 cannot shard what was attached; attach it first, then wrap:", problems)
     one_module_each = _has_run(modules.values())
+    around = [name for name in owners if one_module_each and _has_units(modules[name])]
+    if around:
+        raise ArgumentError(
+            "FSDP2 has run and takes no more units around others. Attach to these before the first forward pass, or "
+            "attach first, then wrap:",
+            around,
+        )
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in owners:
         layer, adapter = _layer_around(name, modules), name.rpartition(".")[2]
@@ -169,6 +198,10 @@ def _common_path(paths: Sequence[str]) -> str:
             break
         shared.append(of_paths[0])
     return ".".join(shared)
+
+
+def _has_units(module: nn.Module) -> bool:
+    return any(isinstance(inside, FSDPModule) for inside in module.modules())
 
 
 def _has_run(modules: Collection[nn.Module]) -> bool:

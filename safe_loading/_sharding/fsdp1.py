@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,6 +119,16 @@ def wrap(
             ignored_states=list(ignored) or None,
             device_mesh=mesh,
         )
+
+
+def set_prefetching(
+    model: nn.Module, *, backward: BackwardPrefetch | None, forward: bool = False, limit_all_gathers: bool = True
+) -> None:
+    """Tell the units when to gather the next one, as torch's constructor does; only before the first forward pass."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        prefetching: Any = unit  # torch's stubs do not know that backward_prefetch may be None
+        prefetching.backward_prefetch, prefetching.forward_prefetch = backward, forward
+        prefetching.limit_all_gathers = limit_all_gathers
 
 
 def make_usable(model: FullyShardedDataParallel) -> None:

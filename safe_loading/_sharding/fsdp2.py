@@ -6,7 +6,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -173,17 +173,30 @@ def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
     """
     plain = sharded.__mro__[2]  # FSDP<name>, FSDPModule, <name>
     names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"__deepcopy__": sharded.__dict__["__deepcopy__"], **names}
+    own = {"__deepcopy__": _refuse_copy, **names}
     return types.new_class(plain.__name__, (FSDPModule, plain), exec_body=lambda namespace: namespace.update(own))
+
+
+def _refuse_copy(module: nn.Module, memo: object) -> NoReturn:
+    """Refuse to be copied, as FSDP2's classes do."""
+    raise ArgumentError(
+        f"This {type(module).__name__} is sharded by FSDP2, which copies no module. If modules_to_save names it: attach "
+        f"the adapter first, then wrap. To keep its values, save the model."
+    )
 
 
 def base_of_adapters(model: nn.Module) -> nn.Module | None:
     """Return the model inside a PeftModel; None where the PeftModel computes with its embedding (prompt learning)."""
     peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
-    if not _is_a(model, "PeftModel") or any(config.is_prompt_learning for config in peft_model.peft_config.values()):
+    if not is_peft_model(model) or any(config.is_prompt_learning for config in peft_model.peft_config.values()):
         return None
     base: nn.Module = peft_model.get_base_model()
     return base
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether a model is peft's wrapper of another."""
+    return _is_a(model, "PeftModel")
 
 
 def _is_a(model: nn.Module, name: str) -> bool:
@@ -196,7 +209,7 @@ def register_methods(model: nn.Module) -> None:
     if _is_a(model, "PreTrainedModel"):
         return  # its methods compute through self(...)
     # the other methods of a PeftModel compute through self(...) too; its generate is that of the model inside
-    for name in ("generate",) if _is_a(model, "PeftModel") else FORWARD_METHODS:
+    for name in ("generate",) if is_peft_model(model) else FORWARD_METHODS:
         method = getattr(type(model), name, None)
         if callable(method) and not isinstance(method, type):
             register_fsdp_forward_method(model, name)

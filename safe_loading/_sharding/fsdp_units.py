@@ -58,9 +58,11 @@ def plan_units(
     places = _places(model, ignored)
     groups = _merge_tied(groups, places, flat=flat)
     keeping: set[tuple[str, ...]] = set()  # the groups that stay gathered until the backward pass
-    if wrap is None and not flat and (tail := _norm_and_head(model, modules, groups, places)) is not None:
-        groups.append(tail)
-        keeping.add(tail)
+    if wrap is None and not flat:
+        groups += _embeddings(model, modules, groups, places)
+        if (tail := _norm_and_head(model, modules, groups, places)) is not None:
+            groups.append(tail)
+            keeping.add(tail)
     owned = _owned(groups, places)
     more = _separate_dtypes(groups, owned, places, modules, flat=flat)
     if more != groups:  # the parameters of the new units are no longer those of the units around them
@@ -122,9 +124,15 @@ def _children(model: nn.Module) -> list[str]:
 
 def _is_bare(module: nn.Module) -> bool:
     """Return whether a module around it may compute with its weight, past its forward and so past a unit's hooks."""
-    layer = vars(module)["_modules"].get("base_layer", module)  # peft's layer around it
+    layer = _base_layer(module)
     alone = next(layer.children(), None) is None
     return isinstance(layer, _BARE) or (alone and all(each.ndim < 2 for each in layer.parameters()))
+
+
+def _base_layer(module: nn.Module) -> nn.Module:
+    """Return the module itself, or the one inside peft's layer or copies."""
+    inside = vars(module)["_modules"]
+    return next((inside[name] for name in ("base_layer", "original_module") if name in inside), module)
 
 
 def _calls_its_elements(module: nn.Module) -> bool:
@@ -228,6 +236,31 @@ def _merge_tied(groups: list[tuple[str, ...]], places: Places, *, flat: bool) ->
             break
         else:
             return groups
+
+
+def _embeddings(
+    model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
+) -> list[tuple[str, ...]]:
+    """Return units for the input embeddings, and for others of that size (Gemma 3n has some for each layer).
+
+    The root stays gathered through the step, of which embeddings take only the beginning; a tied head uses them until
+    the end. Smaller ones are positions, whose weight a class may read without calling them.
+    """
+    embeddings = embeddings_and_head_of(model).embeddings
+    layer = _base_layer(embeddings) if embeddings is not None else None
+    if not isinstance(layer, nn.Embedding):
+        return []
+    of = {name: group for group in groups for name in group}
+    found: list[str] = []
+    for name, module in modules.items():
+        inside = _base_layer(module)
+        if not isinstance(inside, nn.Embedding) or inside.weight.numel() < layer.weight.numel():
+            continue
+        owned = [places[parameter] for parameter in module.parameters() if parameter in places]
+        alone = all(len(names) == 1 and _innermost(names[0], of) == ("",) for names in owned)
+        if owned and alone and nearest(name, found) is None:
+            found.append(name)
+    return [(name,) for name in found]
 
 
 def _norm_and_head(

@@ -18,6 +18,7 @@ from safe_loading._core.interrupts import undone_on_error
 from safe_loading._model.torch_state import TorchState
 from safe_loading.errors import ArgumentError
 
+from . import fsdp1
 from .accelerate_settings import wrap_options
 from .checkpoint_folder import OpenedFolder
 from .later_values import WeightlessParameter
@@ -136,7 +137,15 @@ def _shard(
     source = OpenedFolder(later.folder, later.source) if later.source is not None else later.folder
     # what a script made real, it may have changed
     own: dict[str, Any] = {"prefer": "model", "init_new": _nothing}
-    return wrap_fsdp_meta_safe(model, source, **own, **wrap_options(accelerator, model), **options)
+    wrapped = wrap_fsdp_meta_safe(model, source, **own, **wrap_options(accelerator, model), **options)
+    plugin = accelerator.state.fsdp_plugin
+    fsdp1.set_prefetching(
+        wrapped,
+        backward=plugin.backward_prefetch,
+        forward=plugin.forward_prefetch,
+        limit_all_gathers=plugin.limit_all_gathers,
+    )
+    return wrapped
 
 
 def _nothing(module: nn.Module) -> None:

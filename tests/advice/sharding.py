@@ -30,6 +30,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Attach this adapter first": _PEFT,
         "Attach the adapter first": _PEFT,
         "attach it first": _PEFT,
+        "Attach to these before the first forward pass": _PEFT,
     },
     "_sharding/agree.py": {
         "name what differs": LABEL,

@@ -16,6 +16,7 @@ import transformers
 from fsdp_cases import compared
 from tiny_models import saved
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.utils import ModelOutput
 
 from safe_loading import meta_model, wrap_fsdp_meta_safe
 
@@ -39,9 +40,7 @@ OTHER_SUMS = frozenset(
 # The tiny config, or the batch, takes no step in one process; parameters and buffers are compared.
 CANNOT_STEP = frozenset(
     (
-        "BailingHybridForCausalLM",
         "BltForCausalLM",
-        "Kosmos2ForConditionalGeneration",
         "PI0ForConditionalGeneration",
         "Step3p7ForConditionalGeneration",
         "UdopForConditionalGeneration",
@@ -152,7 +151,8 @@ def _features(model: Any, images: dict[str, Any]) -> int:
             features = inner.get_image_features(**images)
     except Exception:
         return 0
-    features = getattr(features, "pooler_output", features)
+    if isinstance(features, ModelOutput):  # Llama 4 pools nothing
+        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     parts = features if isinstance(features, (tuple, list)) else [features]
     return sum(part.numel() // part.shape[-1] for part in parts)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fsdp_cases import gpt2, llama, on_meta, reference, whole
+from tiny_models import tiny_config
 from torch import nn
 
-from safe_loading import ArgumentError, wrap_fsdp_meta_safe
+from safe_loading import ArgumentError, meta_model, wrap_fsdp_meta_safe
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading._sharding.parameters import ignored_parameters
 
@@ -42,9 +43,34 @@ class Custom(nn.Module):
         return x
 
 
-def test_the_layers_the_head_with_its_norm_and_the_root() -> None:
-    assert names(on_meta(llama))[-2:] == ["model.norm + lm_head", "(root)"]
+def test_the_layers_the_embeddings_the_head_with_its_norm_and_the_root() -> None:
+    assert names(on_meta(llama))[-3:] == ["model.embed_tokens", "model.norm + lm_head", "(root)"]
     assert names(on_meta(llama), flat=True)[-2:] == ["model.layers.2", "(root)"]
+
+
+def test_embeddings_with_an_adapter_are_one_unit_with_it() -> None:
+    """peft's layer may compute with the weight inside (DoRA, trained tokens), so the unit is around both."""
+    from peft import LoraConfig, get_peft_model
+
+    for options in ({"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"], "r": 4}):
+        model: Any = get_peft_model(reference(llama), LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
+        unit = next(unit for unit in plan_units(model) if unit.name.endswith("embed_tokens"))
+        assert model.get_submodule(unit.modules[0]) is model.get_input_embeddings()
+        assert len(unit.parameters) == len(list(model.get_input_embeddings().parameters())) > 1
+
+
+def test_embeddings_that_the_head_uses_too_stay_with_the_root() -> None:
+    tied = on_meta(llama)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    assert names(tied)[-2:] == ["model.layers.2", "(root)"]
+    assert "model.embed_tokens" not in names(on_meta(llama), flat=True)
+
+
+def test_embeddings_of_every_layer_are_a_unit_where_the_head_is_tied() -> None:
+    """Those of Gemma 3n are four times its input embeddings."""
+    units = names(meta_model(tiny_config("Gemma3nForCausalLM")))
+    assert "model.embed_tokens_per_layer" in units
+    assert "model.embed_tokens" not in units
 
 
 @pytest.mark.parametrize(
@@ -54,7 +80,7 @@ def test_an_ignored_head_or_norm_is_in_no_unit(patterns: list[str], last: list[s
     model = on_meta(llama)
     ignored = ignored_parameters(model, patterns)
     units = plan_units(model, ignored=ignored)
-    assert [unit.name for unit in units][3:] == last
+    assert [unit.name for unit in units][4:] == last
     assert sum(len(unit.parameters) for unit in units) == len(list(model.parameters())) - len(ignored)
 
 
@@ -149,7 +175,7 @@ def test_a_last_norm_of_another_dtype_than_the_head_is_a_unit_of_its_own(one_ran
     """As k-bit preparation casts the norms, and TRL the head."""
     model = reference(llama, torch.bfloat16)
     model.get_submodule(wider).float()
-    assert names(model)[-2:] == [wider, "(root)"]
+    assert names(model)[-3:] == ["model.embed_tokens", "model.norm", "(root)"]
     wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     sharded: Any = wrap_fsdp_meta_safe(model)
     assert all(torch.equal(whole(parameter), wanted[name]) for name, parameter in sharded.named_parameters())

@@ -44,6 +44,7 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM,
     LlamaForSequenceClassification, PreTrainedModel,
 )
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from fsdp_cases import error_of
 from safe_loading import load_at_prepare
@@ -116,6 +117,21 @@ plain_weights = loaded_in_bfloat16(contextlib.nullcontext())
 report(rounded=[
     differing(plain_weights, loaded_in_bfloat16(load_at_prepare(verify="bytes"))),
     sorted({str(value.dtype) for value in plain_weights.values()}),
+])
+
+# when FSDP1 gathers the next unit
+def prefetching(around, **told):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate_with_fsdp(Case("accelerate", "full", "none", 1))
+    for name, value in told.items():
+        setattr(accelerator.state.fsdp_plugin, name, value)
+    with around:
+        model = AutoModelForCausalLM.from_pretrained(base)
+    units = FullyShardedDataParallel.fsdp_modules(accelerator.prepare(model))
+    return sorted({(str(unit.backward_prefetch), unit.forward_prefetch, unit.limit_all_gathers) for unit in units})
+told = dict(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True, limit_all_gathers=False)
+report(prefetching=[
+    [prefetching(contextlib.nullcontext(), **each), prefetching(load_at_prepare(), **each)] for each in ({}, told)
 ])
 
 # memory, from from_pretrained to the first step
@@ -245,6 +261,15 @@ def test_all_that_accelerate_was_told_holds(found: list[dict[str, Any]]) -> None
         assert layer == "CheckpointWrapper"
         assert sent == 0
         assert codes == []
+
+
+def test_fsdp1_gathers_the_next_unit_when_accelerate_was_told(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        for plain, lean in facts["prefetching"]:
+            assert plain == lean
+        (default, _), (told, _) = facts["prefetching"]
+        assert default == [["None", False, True]]
+        assert told == [["BackwardPrefetch.BACKWARD_POST", True, False]]
 
 
 def test_evaluation_the_best_model_and_its_save_are_those_of_a_plain_run(found: list[dict[str, Any]]) -> None:

@@ -263,7 +263,7 @@ def test_layers_with_activation_checkpointing_are_units_and_right(found: list[di
 
 
 def test_compiled_layers_are_units_and_get_their_weights(found: list[dict[str, Any]]) -> None:
-    units = ["model.layers.0", "model.layers.1", "model.norm + lm_head", "(root)"]
+    units = ["model.layers.0", "model.layers.1", "model.embed_tokens", "model.norm + lm_head", "(root)"]
     assert [facts["compiled"] for facts in found] == [[True, True, units]] * 2
 
 

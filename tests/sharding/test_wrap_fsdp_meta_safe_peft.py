@@ -24,7 +24,7 @@ warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 import fsdp_cases
 from fsdp_cases import *
 from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
@@ -164,8 +164,24 @@ def late_error(model, *args, **options):
         return str(error)
     return None
 
+def refused_by(call):
+    try:
+        call()
+    except SafeLoadingError as error:
+        return str(error)
+    return None
+
 copied = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
-copied = get_peft_model(copied, config(modules_to_save=["embed_tokens"]))
+copied = get_peft_model(copied, config(modules_to_save=["down_proj"]))
+units = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
+of_units = {
+    each: refused_by(lambda: get_peft_model(units, config(modules_to_save=[each]))) for each in ("embed_tokens", "lm_head")
+}
+has_run = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
+step(has_run, inputs("llama"))
+has_run = get_peft_model(has_run, config(target_modules=["embed_tokens"]))
+prompts = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
+prompts = get_peft_model(prompts, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 flat = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", mesh=(1, 2))
 flat = get_peft_model(flat, config())
 again = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32"), config())
@@ -173,6 +189,10 @@ one_of_two = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32"
 first = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", version=1), config())
 report(late_refused={
     "copies": late_error(copied),
+    "copied embeddings": of_units["embed_tokens"],
+    "copied head": of_units["lm_head"],
+    "embeddings after a step": late_error(has_run),
+    "virtual tokens": late_error(prompts),
     "replicas": late_error(flat),
     "arguments": late_error(again, f"{folder}/f32", auto_wrap_policy="LlamaMLP", adapters=f"{folder}/adapter"),
     "ranks": late_error(one_of_two),
@@ -253,7 +273,11 @@ def test_a_head_that_came_later_is_sharded_and_computes(found: list[dict[str, An
 
 
 LATE = {
-    "copies": ["embed_tokens.modules_to_save.default.weight", "Attach this adapter first"],
+    "copies": ["down_proj.modules_to_save.default.weight", "Attach this adapter first"],
+    "copied embeddings": ["This Embedding is sharded by FSDP2", "attach the adapter first"],
+    "copied head": ["This Linear is sharded by FSDP2", "attach the adapter first"],
+    "embeddings after a step": ["model.embed_tokens", "Attach to these before the first forward pass"],
+    "virtual tokens": ["default: PROMPT_TUNING", "attach it first, then wrap"],
     "replicas": ["q_proj: the adapter has out_features=", "the layer 60", "Attach the adapter first"],
     "arguments": ["source=", "auto_wrap_policy=", "adapters=", "PeftModel.from_pretrained"],
     "ranks": ["lora_A.default.weight: float32[4, 60]", "[5, 60]"],

@@ -124,8 +124,8 @@ def flat_sharded(
         units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
         made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
-        for unit in FullyShardedDataParallel.fsdp_modules(made) if spread.wrapped_by == "accelerate" else ():
-            unit.backward_prefetch = None  # type: ignore[assignment]  # as accelerate has it by default
+        if spread.wrapped_by == "accelerate":
+            fsdp1.set_prefetching(made, backward=None)  # as accelerate has it by default
         _classify_shards(made, parts, ledger)
         return made
 
