@@ -180,8 +180,8 @@ def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
 def _refuse_copy(module: nn.Module, memo: object) -> NoReturn:
     """Refuse to be copied, as FSDP2's classes do."""
     raise ArgumentError(
-        f"This {type(module).__name__} is sharded by FSDP2, which copies no module. If modules_to_save names it: attach "
-        f"the adapter first, then wrap. To keep its values, save the model."
+        f"This {type(module).__name__} is sharded by FSDP2, which copies no module. If modules_to_save names it, "
+        f"attach the adapter first, then wrap. To keep its values, save the model."
     )
 
 

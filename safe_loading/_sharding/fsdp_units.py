@@ -241,26 +241,27 @@ def _merge_tied(groups: list[tuple[str, ...]], places: Places, *, flat: bool) ->
 def _embeddings(
     model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
 ) -> list[tuple[str, ...]]:
-    """Return units for the input embeddings, and for others of that size (Gemma 3n has some for each layer).
+    """Return units for the input embeddings, and for larger ones beside them (Gemma 3n has some for each layer).
 
     The root stays gathered through the step, of which embeddings take only the beginning; a tied head uses them until
-    the end. Smaller ones are positions, whose weight a class may read without calling them.
+    the end. Others are positions and the like, whose weight a class may read without calling them.
     """
     embeddings = embeddings_and_head_of(model).embeddings
     layer = _base_layer(embeddings) if embeddings is not None else None
     if not isinstance(layer, nn.Embedding):
         return []
     of = {name: group for group in groups for name in group}
-    found: list[str] = []
+    around = next((name.rpartition(".")[0] for name, module in modules.items() if module is embeddings), None)
+    found = []
     for name, module in modules.items():
         inside = _base_layer(module)
-        if not isinstance(inside, nn.Embedding) or inside.weight.numel() < layer.weight.numel():
+        if name.rpartition(".")[0] != around or not isinstance(inside, nn.Embedding):
             continue
         owned = [places[parameter] for parameter in module.parameters() if parameter in places]
         alone = all(len(names) == 1 and _innermost(names[0], of) == ("",) for names in owned)
-        if owned and alone and nearest(name, found) is None:
-            found.append(name)
-    return [(name,) for name in found]
+        if owned and alone and inside.weight.numel() >= layer.weight.numel():
+            found.append((name,))
+    return found
 
 
 def _norm_and_head(

@@ -16,7 +16,6 @@ import transformers
 from fsdp_cases import compared
 from tiny_models import saved
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers.utils import ModelOutput
 
 from safe_loading import meta_model, wrap_fsdp_meta_safe
 
@@ -33,6 +32,7 @@ OTHER_SUMS = frozenset(
         "Inkling2ForConditionalGeneration",
         "Pix2StructForConditionalGeneration",
         "T5Gemma2ForConditionalGeneration",
+        "VipLlavaForConditionalGeneration",
         "VisionEncoderDecoderModel",
         "XLMWithLMHeadModel",
     )
@@ -151,8 +151,8 @@ def _features(model: Any, images: dict[str, Any]) -> int:
             features = inner.get_image_features(**images)
     except Exception:
         return 0
-    if isinstance(features, ModelOutput):  # Llama 4 pools nothing
-        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
+    for name in ("pooler_output", "last_hidden_state"):  # Llama 4 pools nothing
+        features = features if getattr(features, name, None) is None else getattr(features, name)
     parts = features if isinstance(features, (tuple, list)) else [features]
     return sum(part.numel() // part.shape[-1] for part in parts)
 

@@ -175,7 +175,8 @@ copied = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
 copied = get_peft_model(copied, config(modules_to_save=["down_proj"]))
 units = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
 of_units = {
-    each: refused_by(lambda: get_peft_model(units, config(modules_to_save=[each]))) for each in ("embed_tokens", "lm_head")
+    each: refused_by(lambda: get_peft_model(units, config(modules_to_save=[each])))
+    for each in ("embed_tokens", "lm_head")
 }
 has_run = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
 step(has_run, inputs("llama"))
