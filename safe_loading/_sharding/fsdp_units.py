@@ -252,7 +252,7 @@ def _embeddings(
         return []
     of = {name: group for group in groups for name in group}
     around = next((name.rpartition(".")[0] for name, module in modules.items() if module is embeddings), None)
-    found = []
+    found: list[tuple[str, ...]] = []
     for name, module in modules.items():
         inside = _base_layer(module)
         if name.rpartition(".")[0] != around or not isinstance(inside, nn.Embedding):
