@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
+from safe_loading.errors import ArgumentError
 
 from .base_config import BESIDE, named_quantization, reads_quantization, settings_beside
 from .faults import fault, raise_faults
 from .left_over import bytes_in_codes, files_take
 from .model_folder import CONFIG, ModelFolder
 from .modelopt import modelopt_codes
+
+UNREAD_ENTRIES = ("quantization", "compression_config")  # of configs, which transformers does not read
 
 
 class _Named(NamedTuple):
@@ -35,7 +38,7 @@ def unread_codes(folder: ModelFolder) -> Finding | None:
         return found
     document = folder.files.try_read(folder.path / CONFIG)
     config = {} if isinstance(document, Finding) else document
-    named = None if reads_quantization(config) else _of_mlx(folder, config) or _elsewhere(folder, config)
+    named = None if reads_quantization(config) else _named(folder.path / CONFIG, config) or _beside(folder)
     size = None if named is None else bytes_in_codes(folder)
     if named is None or size is None:
         return None
@@ -49,7 +52,22 @@ def refuse_unread_codes(folder: ModelFolder) -> None:
         raise_faults(Path(found.where), [found])
 
 
-def _of_mlx(folder: ModelFolder, config: JsonObject) -> _Named | None:
+def refuse_unread_config(config: JsonObject, name: str) -> None:
+    """Raise `ArgumentError` for a config without a folder that names codes where transformers does not read them."""
+    named = None if reads_quantization(config) else _named(Path(name), config)
+    if named is not None:
+        raise ArgumentError(
+            f"{name} {named.what}. transformers would make layers in 16 bits: pass the folder, whose headers show its "
+            f"weights, or {named.fix}."
+        )
+
+
+def _named(where: Path, config: JsonObject) -> _Named | None:
+    """Return the entry of a config that names codes and is not ``quantization_config``."""
+    if named := named_quantization(config):
+        entry, method = named
+        what = f"says in {entry} that the weights are quantized ({method}), and transformers does not read it there"
+        return _Named(where, what, "rename the entry to quantization_config in config.json")
     quantized = config.get("quantization")
     if not isinstance(quantized, dict) or not all(type(quantized.get(key)) is int for key in ("bits", "group_size")):
         return None
@@ -58,15 +76,11 @@ def _of_mlx(folder: ModelFolder, config: JsonObject) -> _Named | None:
         "take the checkpoint in 16 bits that it was made of, whose plan is an upper bound, or write one with "
         "mlx_lm.convert --dequantize; mlx_lm reads these codes"
     )
-    return _Named(folder.path / CONFIG, what, fix)
+    return _Named(where, what, fix)
 
 
-def _elsewhere(folder: ModelFolder, config: JsonObject) -> _Named | None:
-    """Return where a method of transformers is named that is not ``quantization_config``."""
-    if named := named_quantization(config):
-        entry, method = named
-        what = f"says in {entry} that the weights are quantized ({method}), and transformers does not read it there"
-        return _Named(folder.path / CONFIG, what, "rename the entry to quantization_config in config.json")
+def _beside(folder: ModelFolder) -> _Named | None:
+    """Return the file beside the config that names codes."""
     for name in BESIDE:
         path = folder.path / name
         document = folder.files.try_read(path) if path.is_file() else {}

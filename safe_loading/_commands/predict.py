@@ -130,7 +130,7 @@ def _verdict(report: ForecastsOnCards, limit: str | None, *, fits: bool, fewest:
         by_answer[answer].append(card.name)
     for answer, names in by_answer.items():
         if names:
-            yield f"{'Fits' if answer else 'Does NOT fit'} on {' and '.join(names)}."
+            yield f"{'Fits' if answer else 'Does NOT fit'} on {', '.join(names)}."
     if fewest:
         yield f"The fewest GPUs that take it: {_gpus_of(report)}."
 

@@ -16,7 +16,7 @@ from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._checkpoint.unread_codes import refuse_unread_codes
+from safe_loading._checkpoint.unread_codes import refuse_unread_codes, refuse_unread_config
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
@@ -110,6 +110,8 @@ def meta_model(
     if opened is not None:
         refuse_bad_codes(opened)
         refuse_unread_codes(opened)
+    else:
+        refuse_unread_config(config.to_dict(), name or type(config).__name__)
     _refuse_quantized(config, name)
     model_class = class_to_build(config, auto_class, trust_remote_code=trust_remote_code)
     with building(config, model_class, folder):

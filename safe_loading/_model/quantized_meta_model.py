@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._checkpoint.unread_codes import refuse_unread_codes
+from safe_loading._checkpoint.unread_codes import UNREAD_ENTRIES, refuse_unread_codes, refuse_unread_config
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
@@ -68,14 +68,9 @@ def quantized_meta_model(
     their dtype, and by ``by_headers`` which modules stay plain. The options are those of ``meta_model``; the config is
     not changed. What cannot be planned, or is refused by transformers on this card, raises `ArgumentError`.
     """
-    if folder is not None:
-        refuse_bad_codes(folder)
-        refuse_unread_codes(folder)
+    _refuse_unread(config, folder)
     weights = find_weights_dtype(dtype, config, folder)
-    plain = copy.deepcopy(config)
-    on_disk = vars(plain).pop("quantization_config", None)
-    if on_disk is None:
-        on_disk = _of_text_model(plain)
+    plain, on_disk = _without_quantization(config)
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
@@ -123,6 +118,24 @@ def _known_format(request: QuantizationRequest) -> Format:
             f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
         )
     return chosen
+
+
+def _refuse_unread(config: PreTrainedConfig, folder: ModelFolder | None) -> None:
+    """Refuse codes that transformers does not read, and those that are damaged."""
+    if folder is None:
+        refuse_unread_config(config.to_dict(), config.name_or_path or type(config).__name__)
+        return
+    refuse_bad_codes(folder)
+    refuse_unread_codes(folder)
+
+
+def _without_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig, object]:
+    """Return a copy of a config that says nothing of a quantization, and the ``quantization_config`` that it had."""
+    plain = copy.deepcopy(config)
+    on_disk: object = vars(plain).pop("quantization_config", None)
+    for entry in UNREAD_ENTRIES:
+        vars(plain).pop(entry, None)
+    return plain, on_disk if on_disk is not None else _of_text_model(plain)
 
 
 def _of_text_model(config: PreTrainedConfig) -> object:

@@ -43,6 +43,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_plain_weights_are_planned_as_they_are"
     },
     "_checkpoint/unread_codes.py": {
+        "pass the folder, whose headers show its weights": "checkpoint/test_unread_codes.py::"
+        "test_a_config_without_its_folder_is_refused_and_the_advice_plans_it",
         "take the checkpoint in 16 bits that it was made of": "checkpoint/test_unread_codes.py::"
         "test_plain_weights_are_planned_as_they_are",
         "rename the entry to quantization_config": "checkpoint/test_unread_codes.py::"

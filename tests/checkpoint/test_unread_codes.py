@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from safe_loading import Workload, check_checkpoint, plan_device_map, predict_memory
 from safe_loading._model.meta_model import meta_model
-from safe_loading.errors import CheckpointError
+from safe_loading.errors import ArgumentError, CheckpointError
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -147,3 +148,16 @@ def _plain(folder: Path) -> torch.nn.Module:
 
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**CONFIG))
+
+
+@pytest.mark.parametrize("inside", [MLX, {"compression_config": COMPRESSED}], ids=["MLX", "vLLM"])
+def test_a_config_without_its_folder_is_refused_and_the_advice_plans_it(tmp_path: Path, inside: dict[str, Any]) -> None:
+    config = AutoConfig.from_pretrained(folder_of(tmp_path, inside, tensors=PLAIN))
+    for call in (lambda: plan_device_map(config, {"cpu": "1GB"}), lambda: meta_model(config)):
+        with pytest.raises(ArgumentError, match="pass the folder, whose headers show its weights"):
+            call()
+    if inside is MLX:
+        plan_device_map(tmp_path, {"cpu": "1GB"})
+    else:
+        config.quantization_config = config.compression_config
+        plan_device_map(config, {"cpu": "1GB"})
