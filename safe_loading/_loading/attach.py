@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
@@ -19,7 +19,7 @@ from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-from safe_loading._model.peft_layers import base_of, has_adapters
+from safe_loading._model.peft_layers import base_of, has_adapters, wrap_tokens_once
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.zero3 import made_whole
@@ -370,6 +370,8 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
         if has_adapters(model):
             with trainable_as_before(model):
                 model.add_adapter(name, config, **without_autocast(model.add_adapter))
+                if config.peft_type == PeftType.TRAINABLE_TOKENS:
+                    wrap_tokens_once(model)
             return model
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)

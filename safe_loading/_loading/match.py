@@ -153,6 +153,9 @@ def _match_base_weights(
         elif not _fits_dtype(value, tensor.dtype):
             match.findings.append(_base_dtype(file, key, tensor, value))
         else:
+            others = [other for other in model.peft_config if other != name]
+            if others and not _same_values(tensor, value):
+                match.findings.append(_changes_base_of(others, file, key, name, value))
             match.base_writes[place_of[key]] = value
 
 
@@ -187,6 +190,16 @@ def _shared(file: str, key: str, name: str, value: torch.Tensor) -> Finding:
     )
     fix = "load it onto a base of its own (load_peft_on_rank)"
     return fault("shared-tensor-differs", f"{file}: {key}", message, fix, value.nbytes)
+
+
+def _changes_base_of(others: Sequence[str], file: str, key: str, name: str, value: torch.Tensor) -> Finding:
+    """Return the finding on a weight of the base in a file, which other adapters would run on from then on."""
+    message = (
+        f"the file of {name!r} has other values for this weight of the base, on which {list(others)} run, so these "
+        f"adapters would compute something else from then on"
+    )
+    fix = "load it onto a base of its own (load_peft_on_rank)"
+    return fault("base-changed-again", f"{file}: {key}", message, fix, value.nbytes)
 
 
 def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:

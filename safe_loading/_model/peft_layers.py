@@ -9,6 +9,7 @@ from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
 
@@ -105,3 +106,16 @@ def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModul
         if is_tuner_layer(module) and not any(path.startswith(f"{outer}.") for outer, _ in layers[-1:]):
             layers.append((path, module))
     return layers
+
+
+def wrap_tokens_once(model: torch.nn.Module) -> None:
+    """Take off the layers that peft put around the tied head once more for a later adapter of trained tokens.
+
+    It looks for the head by its name, which the layer of the first adapter has; that one shares the embedding's tensors
+    of every adapter. Around two layers peft computes nothing: it takes the inner one for a module that it does not know.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            inner = child.base_layer if isinstance(child, TrainableTokensLayer) and child.tied_adapter else None
+            if isinstance(inner, TrainableTokensLayer):
+                parent._modules[name] = inner

@@ -67,8 +67,8 @@ def test_weights_of_the_base_are_found_under_the_layers_of_other_adapters(tmp_pa
     first = save_adapter(tmp_path / "first", base, target_modules=["q_proj", "k_proj"])
     second = save_adapter(tmp_path / "second", base, target_modules=["v_proj"], bias="all")
     model = load_peft_on_rank(base, first)
-    report = load_adapter_on_rank(model, second, "second")
-    assert {"base-weight-replaced"} == {finding.code for finding in report.findings}
+    report = load_adapter_on_rank(model, second, "second", strict=False)
+    assert {"base-changed-again", "base-weight-replaced"} == {finding.code for finding in report.findings}
     model.set_adapter("second")
     assert torch.equal(logits(model), logits(two_steps(second, base)))
 
