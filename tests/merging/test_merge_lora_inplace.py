@@ -16,13 +16,14 @@ import pytest
 import torch
 from engines import needs
 from models import KINDS, save_adapter, save_llama
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from test_lora_update import nearest
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
 from safe_loading import ArgumentError, MergeError, load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace
@@ -413,6 +414,15 @@ def dilated() -> Any:
     return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, dilation=2)), LoraConfig(target_modules=["0"], r=4))
 
 
+def computed(compute: Callable[[nn.Module], nn.Module], config: Any = None) -> Any:
+    base = nn.ModuleDict({"linear": compute(nn.Linear(8, 8))})
+    return peft_model(base, config or LoraConfig(target_modules=["linear"], r=4))
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
 def varied(variant: Any) -> Any:
     """Made by hand: Arrow wants adapters on disk, QALoRA the layers of GPTQ, whose merge peft refuses before."""
     model = zoo({"target_modules": ["linear"]})
@@ -474,6 +484,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "groups": (grouped, "groups=2"),
     "dilation": (dilated, r"dilation=\(2, 2\)"),
+    "weight norm": (
+        lambda: computed(parametrizations.weight_norm),
+        "linear: its weight is computed from other tensors",
+    ),
+    "spectral norm": (lambda: computed(parametrizations.spectral_norm), "linear: its weight is computed from other"),
+    "weight norm by a hook": (
+        lambda: computed(nn.utils.weight_norm),
+        "linear: its weight is computed from other tensors",
+    ),
+    "pruned": (lambda: computed(pruned), "linear: its weight is computed from other tensors"),
+    "weight norm, LoKr": (
+        lambda: computed(parametrizations.weight_norm, LoKrConfig(target_modules=["linear"], r=4)),
+        "linear: its weight is computed from other tensors",
+    ),
+    "weight norm, fused": (
+        lambda: computed(
+            parametrizations.orthogonal, LoraConfig(target_modules=[], target_parameters=["linear.weight"], r=4)
+        ),
+        "linear: its weight is computed from other tensors",
+    ),
     "Arrow": (lambda: varied(variants.ArrowLinearVariant()), "linear: Arrow chooses among its adapters by the input"),
     "QALoRA": (lambda: varied(variants.QALoraLinearVariant()), "linear: QALoRA changes the zero points"),
     "meta": (on_meta, "head: its weight is on meta"),

@@ -22,7 +22,7 @@ from safe_loading._loading.peft_config import changes_base
 from safe_loading._merging.weights.lora_layers import is_blocked, merge_targets
 from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges
 from safe_loading._merging.weights.update import Update
-from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward
+from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward, why_computed
 from safe_loading._merging.weights.writable_tensors import equal_updates
 from safe_loading._model.peft_layers import (
     LoraModule,
@@ -144,6 +144,8 @@ class _Collector:
         if left:
             self.problems.append(f"{path}: {', '.join(left)} of its {type(layer).__name__} is in no file. {IN_MEMORY}")
             return
+        computed = [reason for attribute in ("weight", "bias") if (reason := why_computed(base, attribute))]
+        self.problems += [f"{path}: {reason}" for reason in computed]
         for attribute, merge in tuner_merges(layer, tuple(order)).items():
             name, record = self._record(base, attribute, path)
             if record is not None:
@@ -235,7 +237,8 @@ class _Collector:
         """Return the name of a parameter of the base and its record; None for a tensor that is no parameter."""
         known = self._parameters.get((id(owner), attribute))
         if known is None:
-            self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base. {IN_MEMORY}")
+            no_parameter = f"the adapter changes a tensor that is no parameter of the base. {IN_MEMORY}"
+            self.problems.append(f"{path}: {why_computed(owner, attribute) or no_parameter}")
             return "", None
         name, tensor = known
         return name, self.records.setdefault(id(tensor.tensor), _ParameterRecord(tensor))

@@ -32,6 +32,8 @@ _NOT_OFFLOADED = (
     "It is offloaded, so it cannot be given memory of its own here. Load the model without offloading "
     "(device_map={'': 'cpu'}), or merge with merge_lora_checkpoint."
 )
+# Of VB-LoRA: infinite for the vectors that are not chosen, where the adapter was saved without their logits.
+_MASKED = {"vblora_logits_A", "vblora_logits_B"}
 _TIMEOUT = 1800.0  # seconds; the ranks check weights of the same size, so they arrive together
 
 
@@ -134,7 +136,7 @@ def _not_finite(job: LayerMerge, *, scratch_bytes: int) -> list[str]:
 
 def _adapter_tensors(layer: TunerModule, name: str) -> Iterator[torch.Tensor]:
     """Yield the tensors of one adapter of a tuner layer of any kind, without those on meta."""
-    for attribute in layer.adapter_layer_names:
+    for attribute in set(layer.adapter_layer_names) - _MASKED:
         by_adapter = getattr(layer, attribute, None)
         if isinstance(by_adapter, (torch.nn.ModuleDict, torch.nn.ParameterDict)) and name in by_adapter:
             adapter = by_adapter[name]

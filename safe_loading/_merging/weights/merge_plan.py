@@ -20,7 +20,7 @@ from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
 from .unload import adapters_with_copy
-from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, refuse_impossible
+from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, refuse_computed, refuse_impossible
 from .writable_tensors import check_tensor, refuse_spread
 
 
@@ -66,7 +66,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
     if not is_lora_layer(layer):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
-            _refuse_spread_base(layer)
+            _refuse_base(layer)
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)
     if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
@@ -115,7 +115,7 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
     It adds the bias of lora_B without its scaling, and merges a variant into a torchao layer as a plain LoRA.
     """
     refuse_impossible(layer, names)
-    _refuse_spread_base(layer)
+    _refuse_base(layer)
     kind, base = type(layer).__name__, layer.get_base_layer()
     if type(layer).merge is BaseTunerLayer.merge:
         raise CannotMergeError(f"peft has no merge for a {kind}. {MERGE_BEFORE_QUANTIZING}")
@@ -138,8 +138,13 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
         )
 
 
-def _refuse_spread_base(layer: TunerModule) -> None:
-    """Refuse weights on ranks that peft would merge: it makes new ones, which FSDP2 does not know."""
+def _refuse_base(layer: TunerModule) -> None:
+    """Refuse weights that peft would merge in vain, and those on ranks.
+
+    It makes new weights, which FSDP2 does not know.
+    """
+    for attribute in ("weight", "bias"):
+        refuse_computed(layer.get_base_layer(), attribute)
     for name, parameter in layer.get_base_layer().named_parameters():
         refuse_spread(parameter, f"its {name}")
 
@@ -147,6 +152,7 @@ def _refuse_spread_base(layer: TunerModule) -> None:
 def _check_tensors(job: LayerMerge) -> None:
     """Refuse targets that cannot be written, and adapters without values."""
     for target in job.targets:
+        refuse_computed(target.owner, target.attribute)
         check_tensor(target)
         for matrix in () if isinstance(target, TokenRows) else target.matrices:
             if any(term.left.is_meta or term.right.is_meta for term in matrix.update.terms):

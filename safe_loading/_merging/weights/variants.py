@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from peft.tuners.lora import variants
+from torch.nn.utils.parametrize import is_parametrized
 
 from safe_loading._core.engines import classes_named
 from safe_loading._model.peft_layers import LoraModule
@@ -45,6 +46,27 @@ def refuse_impossible(layer: LoraModule, names: Sequence[str]) -> None:
         reason = _IMPOSSIBLE.get(type(layer.lora_variant.get(name)))
         if reason is not None:
             raise CannotMergeError(f"{reason}. Keep adapter {name!r} as an adapter")
+
+
+def why_computed(base: torch.nn.Module, attribute: str) -> str | None:
+    """Return why nothing can be added to a tensor that the module computes from its parameters; None where it does not.
+
+    What is written into it is computed anew: by a parametrization, or by a hook (weight norm of old, pruning).
+    """
+    by_hook = bool(base._forward_pre_hooks) and isinstance(vars(base).get(attribute), torch.Tensor)
+    if not by_hook and not is_parametrized(base, attribute):
+        return None
+    return (
+        f"its {attribute} is computed from other tensors at each use (weight norm, pruning or another "
+        f"parametrization), so nothing can be added to it. Leave it out of target_modules, or keep the adapter"
+    )
+
+
+def refuse_computed(base: torch.nn.Module, attribute: str) -> None:
+    """Refuse a tensor that the module computes from its parameters."""
+    reason = why_computed(base, attribute)
+    if reason is not None:
+        raise CannotMergeError(reason)
 
 
 def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) -> None:
