@@ -111,8 +111,8 @@ def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModul
 def wrap_tokens_once(model: torch.nn.Module) -> None:
     """Take off the layers that peft put around the tied head once more for a later adapter of trained tokens.
 
-    It looks for the head by its name, which the layer of the first adapter has; that one shares the embedding's tensors
-    of every adapter. Around two layers peft computes nothing: it takes the inner one for a module that it does not know.
+    It looks for the head by its name, which the first adapter's layer has; that one shares the embedding's tensors of
+    every adapter. Around two layers peft computes nothing: it takes the inner one for a module that it does not know.
     """
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

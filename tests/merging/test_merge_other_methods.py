@@ -15,9 +15,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from test_lora_update import nearest
 from test_merge_lora_checkpoint import TOKENS, loaded, on_disk
 from tiny_models import saved as saved_as_published
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Wav2Vec2Config, Wav2Vec2Model
 
-from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace, verify_merge
 from safe_loading._merging.disk import write_tensors
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -42,6 +42,9 @@ METHODS: dict[str, Any] = {
     "Supertuning": peft.SupertuningConfig(**LINEAR, sparsity=0.9),
     "TinyLoRA": peft.TinyLoraConfig(**SQUARE, u=8),
     "VB-LoRA": peft.VBLoRAConfig(**SQUARE, num_vectors=8, vector_length=16),
+    "VB-LoRA, saved without its logits": peft.VBLoRAConfig(
+        **SQUARE, num_vectors=8, vector_length=16, save_only_topk_weights=True
+    ),
     "trainable tokens": peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1, 5, 7]),
     "a saved head beside": peft.IA3Config(**LINEAR, feedforward_modules=["down_proj"], modules_to_save=["lm_head"]),
 }
@@ -111,6 +114,19 @@ def test_the_merge_on_disk_is_that_in_memory_to_the_bit_and_computes_what_the_ad
         assert any(not torch.equal(tensor, before[name]) for name, tensor in found.items())
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
         assert torch.allclose(logits(loaded(out)), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_merge_by_peft_is_called_right(tmp_path: Path, bases: dict[torch.dtype, Path], method: str) -> None:
+    """It rounds on its way: in float32, in 16 bits with factors in float32, and with factors in 16 bits."""
+    adapter = saved(tmp_path / "adapter", bases[torch.float32], METHODS[method])
+    for number, (dtype, cast) in enumerate(((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True))):
+        base: Any = AutoModelForCausalLM.from_pretrained(bases[dtype], dtype=dtype)
+        model: Any = peft.PeftModel.from_pretrained(base, str(adapter), autocast_adapter_dtype=not cast)
+        (model.to(dtype) if cast else model).merge_and_unload().save_pretrained(tmp_path / f"{number}")
+        check = verify_merge(bases[dtype], adapter, tmp_path / f"{number}")
+        assert check.ok, str(check)
+        assert not verify_merge(bases[dtype], adapter, bases[dtype]).ok
 
 
 def test_a_delta_is_added_in_float64_and_rounded_once(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
@@ -194,6 +210,24 @@ def test_what_depends_on_the_input_is_kept_as_an_adapter(tmp_path: Path, bases: 
     with pytest.raises(MergeError, match="not supported for Lily"):
         merge_lora_inplace(model)
     logits(model)
+
+
+@pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoraConfig])
+def test_a_weight_that_is_computed_at_each_use_is_refused(tmp_path: Path, method: Any) -> None:
+    """Wav2Vec2 norms the weight of one convolution; peft's merge leaves that as it is, without a word."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    few = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    ends = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 1, "vocab_size": 40}
+    base = tmp_path / "base"
+    Wav2Vec2Model(Wav2Vec2Config(**sizes, **few, **ends)).save_pretrained(base)
+    model: Any = peft.get_peft_model(AutoModel.from_pretrained(base), method(target_modules=["conv"], r=2))
+    model.save_pretrained(tmp_path / "adapter")
+    for merge in (
+        lambda: merge_lora_checkpoint(base, tmp_path / "adapter", tmp_path / "out"),
+        lambda: merge_lora_inplace(load_peft_on_rank(base, tmp_path / "adapter")),
+    ):
+        with pytest.raises(MergeError, match=r"pos_conv_embed\.conv: its weight is computed from other tensors"):
+            merge()
 
 
 def test_a_prompt_cannot_be_merged_anywhere(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:

@@ -21,6 +21,9 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 The bound is their sum. What is stored is then some number within it of ``b + u``, rounded to nearest once: as rounding
 keeps the order of numbers, it lies between the rounded ends of that interval.
 
+Another method than LoRA rounds on a road of its own. It is carried out by peft's layer in the stored dtype, and an
+element may be off by twice the most that one is there, and ``8 e (|b| + |b + u|)``.
+
 DoRA multiplies the sum ``w`` of a row (or column) by a magnitude over its norm. Let ``E`` be the bound of that sum and
 its rounding, ``e |w|``: the row is off by ``E`` times the quotient, and by ``|m|`` times the relative errors of
 magnitude, norm and quotient: each is rounded, ``3 e``, and by the triangle inequality the norm is off by no more than
@@ -59,20 +62,29 @@ class Bound:
     left: torch.Tensor | None = None  # |s| times the norm of each row of the left factors, one column for each term
     right: torch.Tensor | None = None
     decoded: bool = False  # the values are those of codes, and are decoded to ``dtype`` and rounded to codes
+    spread: float = 0.0  # how far the merge of another method, as peft carries it out, is off at the most
     cast: bool = False  # the base's values are no numbers of ``dtype``, in which other programs load them first
 
     @classmethod
-    def of(cls, section: ChangedRows | None, dtype: torch.dtype, *, decoded: bool = False, cast: bool = False) -> Bound:
+    def of(
+        cls,
+        section: ChangedRows | None,
+        dtype: torch.dtype,
+        *,
+        decoded: bool = False,
+        cast: bool = False,
+        spread: float = 0.0,
+    ) -> Bound:
         """Return the bound of a section."""
         if section is None or section.value is not None:
             return cls(dtype, decoded=decoded)
         update = section.update
         by_method = section.by_peft is not None or bool(section.inits)
         if update is None:
-            return cls(dtype, by_method=by_method, cast=cast)
+            return cls(dtype, by_method=by_method, cast=cast, spread=spread)
         left = torch.stack([abs(term.scaling) * _row_norms(term.left) for term in update.terms], 1)
         right = torch.stack([_row_norms(term.right.T) for term in update.terms])
-        return cls(dtype, update, section.first, section.start, by_method, left, right, decoded, cast)
+        return cls(dtype, update, section.first, section.start, by_method, left, right, decoded, cast=cast)
 
     @property
     def factor(self) -> float:
@@ -114,6 +126,7 @@ class Bound:
             error.add_(exact.abs(), alpha=unit)
         if self.by_method:
             error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
+            error += 2 * self.spread
         return error
 
     @functools.cached_property

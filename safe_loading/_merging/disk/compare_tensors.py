@@ -152,8 +152,21 @@ class TensorComparer(TensorWriter):
         """Return the bound on the rounding of other merges in a section."""
         if id(section) not in self._bounds:
             dtype = DTYPES[self._plan.target.dtype]
-            self._bounds[id(section)] = Bound.of(section, dtype, cast=self._is_cast_to(dtype))
+            spread = self._spread(section, dtype)
+            self._bounds[id(section)] = Bound.of(section, dtype, cast=self._is_cast_to(dtype), spread=spread)
         return self._bounds[id(section)]
+
+    def _spread(self, section: ChangedRows | None, dtype: torch.dtype) -> float:
+        """Return how far another method's merge is off where peft carries it out in a dtype, at the most."""
+        if section is None or section.by_peft is None:
+            return 0.0
+        before = self._base(0, math.prod(self._plan.target.shape))
+        if before is None:
+            return 0.0
+        before = before.reshape(self._plan.target.shape)
+        exact = section.by_peft.merged(before.clone())
+        spreads = [float((own - exact).abs().max()) for own in section.by_peft.merged_by_others(before, dtype)]
+        return max(filter(math.isfinite, spreads), default=0.0)
 
     def _is_cast_to(self, dtype: torch.dtype) -> bool:
         """Return whether a base in this dtype of 16 bits has other values than the one that is stored."""

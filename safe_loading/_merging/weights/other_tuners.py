@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from peft import PeftType
@@ -34,15 +35,31 @@ class TunerMerge:
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a float64 tensor of the base with the adapters merged, in float64; needs several times its size."""
+        return self._merged(tensor, torch.float64)
+
+    def merged_by_others(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Yield in float64 what peft makes of a tensor of the base in a dtype: its adapters in that, and as they are.
+
+        It lacks operations in 16 bits on some devices; nobody merges so there.
+        """
+        for adapters in dict.fromkeys((dtype, None)):
+            try:
+                yield self._merged(tensor.to(dtype), adapters).double()
+            except RuntimeError:
+                continue
+
+    def _merged(self, tensor: torch.Tensor, adapters: torch.dtype | None) -> torch.Tensor:
         own = copy.deepcopy(self.layer)
         base = own.get_base_layer()
         for name, parameter in base._parameters.items():
             if parameter is not None:  # a bias does not depend on the weight's values, nor the weight on the bias's
-                zeros = torch.zeros(parameter.shape, dtype=torch.float64, device=tensor.device)
+                zeros = torch.zeros(parameter.shape, dtype=tensor.dtype, device=tensor.device)
                 values = tensor if name == self.attribute else zeros
                 base._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+        if adapters is not None:
+            own.to(adapters)
         with torch.no_grad():
-            own.double().merge(safe_merge=False, adapter_names=list(self.names))
+            own.eval().merge(safe_merge=False, adapter_names=list(self.names))
         merged: torch.Tensor = getattr(base, self.attribute)
         return merged.data
 
