@@ -74,6 +74,8 @@ def _ask(model: object, method: str) -> torch.nn.Module | None:
 
 
 def _weight(module: torch.nn.Module | None) -> torch.Tensor | None:
+    if module is not None and "token_adapter" in module._modules:  # whose weight is computed anew at each use
+        module = getattr(module, "original_module", module)
     try:
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
     except IndexError:  # peft 0.18 asks for the active copy of a wrapper that has none yet

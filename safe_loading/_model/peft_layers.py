@@ -111,11 +111,14 @@ def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModul
 def wrap_tokens_once(model: torch.nn.Module) -> None:
     """Take off the layers that peft put around the tied head once more for a later adapter of trained tokens.
 
-    It looks for the head by its name, which the first adapter's layer has; that one shares the embedding's tensors of
-    every adapter. Around two layers peft computes nothing: it takes the inner one for a module that it does not know.
+    It looks for the head by its name, which the first adapter's layer has. Around two layers peft computes nothing: it
+    takes the inner one for a module that it does not know. The one that stays has the adapters of the embedding's layer,
+    and the same of them active.
     """
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             inner = child.base_layer if isinstance(child, TrainableTokensLayer) and child.tied_adapter else None
             if isinstance(inner, TrainableTokensLayer):
+                inner._active_adapter = child.tied_adapter._active_adapter
+                inner._disable_adapters = child.tied_adapter._disable_adapters
                 parent._modules[name] = inner

@@ -46,6 +46,7 @@ def test_tokens_that_a_later_adapter_trains_reach_the_tied_head(tmp_path: Path) 
     model = load_peft_on_rank(base, folders[0])
     for name, folder in zip("bc", folders[1:], strict=True):
         load_adapter_on_rank(model, folder, name)
+        assert torch.equal(logits(model), truths[0])
     for name, truth in zip(("b", "c", "default", "b"), (*truths[1:], truths[0], truths[1]), strict=True):
         model.set_adapter(name)
         assert torch.equal(logits(model), truth)

@@ -23,6 +23,7 @@ from adapter_methods import METHODS
 from peft import PeftModel, get_peft_model
 from silent_scripts import SILENT, TOKENS, TROUBLES, Script, adamw, base, trained
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from safe_loading import Workload, audit_model
 
@@ -138,8 +139,24 @@ def test_each_trouble_that_is_not_found_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("method", sampled(METHODS, 12))
-def test_nothing_is_found_on_a_healthy_adapter_of_any_method(method: str) -> None:
+def test_nothing_is_found_on_a_healthy_adapter_of_any_method(method: str, tmp_path: Path) -> None:
+    assert healthy(method, tmp_path) == KNOWN.get(method, set())
+
+
+@pytest.mark.parametrize("method", ["LoRA", "LoRA, trainable tokens", "Trainable tokens", "IA3"])
+def test_nothing_is_found_where_embeddings_and_head_are_tied(method: str, tmp_path: Path) -> None:
+    assert healthy(method, tmp_path, tie_word_embeddings=True) == set()
+
+
+@pytest.mark.parametrize("method", ["LoRA, trainable tokens", "AdaLoRA", "KaSA", "Adaption prompt"])
+def test_the_tensors_of_a_method_are_not_taken_for_the_base(method: str, tmp_path: Path) -> None:
+    assert healthy(method, tmp_path) == set()
+
+
+def healthy(method: str, folder: Path, **config: Any) -> set[str]:
+    base(**config).save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = get_peft_model(base(), METHODS[method].make()).train()
+        plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+        model: nn.Module = get_peft_model(plain, METHODS[method].make()).train()
         report = audit_model(model, Workload.train(2, 16), forecast=False, round_trip=True)
-    assert {finding.code for finding in report.findings} == KNOWN.get(method, set())
+    return {finding.code for finding in report.findings} - {"SL108"}  # it is saved in float32

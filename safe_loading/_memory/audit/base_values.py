@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.adaption_prompt.layer import AdaptedAttention
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.distributed.tensor import DTensor
 from transformers.utils.hub import cached_file
 
@@ -15,7 +18,7 @@ from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.names import first_names, method_name
 from safe_loading._core.report import Finding, counted
-from safe_loading._loading.peft_config import changes_base
+from safe_loading._loading.starts import starts_on_base
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.layout.checkpoint_source import CheckpointSource, ExpectedTensor
 from safe_loading._model.layout.convert import made_by
@@ -30,8 +33,8 @@ from .audited_model import AuditedModel, size_of
 
 _COMPARED = 2**16  # elements of each weight: a merge or another start changes nearly all
 _RANDOM_START = "pissa_niter"  # what init_lora_weights begins with where peft draws random numbers for the base
-# Parts that peft puts into the names of a base's weights.
-_OF_PEFT = (".base_layer", ".original_module")
+# The module of the base inside a module of peft, by the name that it has there.
+_INSIDE = ("base_layer", "original_module")
 _FIX = (
     "save the base as it is, model.get_base_model().save_pretrained(folder) before the adapter is attached, and load "
     "it from there, so that name_or_path is that folder."
@@ -99,27 +102,44 @@ def _not_compared(audited: AuditedModel) -> str:
     base: Any = audited.base
     if any(is_quantized(module) for module in base.modules()):
         return "the base is quantized in memory, whose codes are no values of the checkpoint."
+    if any(getattr(config, "layer_replication", None) for config in getattr(audited.adapted, "peft_config", {}).values()):
+        return "the adapter repeats layers of the base, which the checkpoint has by other numbers."
     return "the adapter's start changed the base, and does so again in a load." if _starts_on_base(audited) else ""
 
 
 def _starts_on_base(audited: AuditedModel) -> bool:
     """Whether an adapter changed the base as it was attached, which peft does again when it is loaded."""
     configs = getattr(audited.adapted, "peft_config", {}).values()
-    return any(changes_base(config) or method_name(config.peft_type) == "OSF" for config in configs)
+    return any(starts_on_base(config) or method_name(config.peft_type) == "OSF" for config in configs)
 
 
 def _frozen(audited: AuditedModel) -> dict[str, torch.Tensor]:
     """Return the base's own weights that have values and are not trained, by the names that its class gives them."""
     base: Any = audited.base
     added = {id(p) for p in audited.adapter_parameters.values()} | {id(p) for p in audited.saved.values()}
-    found = {}
-    for name, parameter in base.named_parameters():
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, parameter in _own_parameters(base, ""):
         if id(parameter) in added or parameter.requires_grad or parameter.is_meta or isinstance(parameter, DTensor):
             continue
-        for part in _OF_PEFT:
-            name = name.replace(part, "")
-        found[name] = parameter
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[name] = parameter
     return found
+
+
+def _own_parameters(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of a base under their names without peft's modules, and none that those add."""
+    inside: str | None = "model" if isinstance(module, AdaptedAttention) else None
+    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        inside = next((name for name in _INSIDE if name in module._modules), None)
+    if inside is not None:
+        yield from _own_parameters(module.get_submodule(inside), path)
+        return
+    for name, parameter in module.named_parameters(path.rstrip("."), recurse=False):
+        yield name, parameter
+    for name, child in module.named_children():
+        yield from _own_parameters(child, f"{path}{name}.")
 
 
 def _source(base: Any, folder: Path) -> CheckpointSource:

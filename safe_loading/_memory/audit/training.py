@@ -128,6 +128,8 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
     head = embeddings_and_head_of(audited.base).head
     if head is None or not issubclass(type(head), BaseTunerLayer):  # a mixin, which no Module is for type checkers
         return
+    if getattr(head, "tied_adapter", None) is not None:  # the tokens of the embeddings, which peft gives to both
+        return
     name = next((n for n, module in audited.base.named_modules() if module is head), "lm_head")
     own = [p for n, p in head.named_parameters() if "base_layer" not in n]
     message = (
