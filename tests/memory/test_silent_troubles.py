@@ -21,7 +21,7 @@ import silent_untrained  # noqa: F401  # enters its scripts
 import torch
 from adapter_methods import METHODS
 from peft import PeftModel, get_peft_model
-from silent_scripts import SILENT, TOKENS, TROUBLES, Script, adamw, base, trained
+from silent_scripts import SILENT, TOKENS, TROUBLES, Script, adamw, adapted, base, trained
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -146,6 +146,17 @@ def test_nothing_is_found_on_a_healthy_adapter_of_any_method(method: str, tmp_pa
 @pytest.mark.parametrize("method", ["LoRA", "LoRA, trainable tokens", "Trainable tokens", "IA3"])
 def test_nothing_is_found_where_embeddings_and_head_are_tied(method: str, tmp_path: Path) -> None:
     assert healthy(method, tmp_path, tie_word_embeddings=True) == set()
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_copy_of_a_tied_part_is_told_with_the_field_that_ties_it(saved: list[str]) -> None:
+    def told(**config: bool) -> dict[str, str | None]:
+        model: Any = adapted(base(tie_word_embeddings=True), modules_to_save=list(saved), **config)
+        report = audit_model(model, Workload.train(2, 16), forecast=False)
+        return {finding.code: finding.fix for finding in report.findings}
+
+    assert told() == {"SL111": "LoraConfig(ensure_weight_tying=True) trains one copy for both."}
+    assert told(ensure_weight_tying=True) == {}
 
 
 @pytest.mark.parametrize("method", ["LoRA, trainable tokens", "AdaLoRA", "KaSA", "Adaption prompt"])

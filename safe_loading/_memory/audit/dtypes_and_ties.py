@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.names import first_names
@@ -118,7 +119,8 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when embeddings that the config ties are two tensors."""
     if audited.base is None or not wants_tie(audited.base):
         return
-    first, second = embeddings_and_head_of(audited.base).weights
+    parts = embeddings_and_head_of(audited.base)
+    first, second = parts.weights
     if first is None or second is None or first.shape != second.shape:
         return
     if first is not second and first.untyped_storage()._cdata != second.untyped_storage()._cdata:
@@ -127,6 +129,13 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
             f"{format_bytes(second.nbytes)}: training makes them differ, and a checkpoint keeps only one of them."
         )
         fix = "call model.tie_weights() after replacing either, and make the optimizer afterwards."
+        if any(isinstance(part, ModulesToSaveWrapper) for part in parts):
+            message = (
+                f"the config ties the output layer to the embeddings, but the adapter trains a copy of "
+                f"{format_bytes(second.nbytes)} of one alone or of each: training makes them differ, so that a merged "
+                f"model cannot tie them."
+            )
+            fix = "LoraConfig(ensure_weight_tying=True) trains one copy for both."
         yield Finding("SL111", "error", type(audited.base).__name__, message, fix, second.nbytes)
 
 
