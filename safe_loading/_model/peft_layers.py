@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType
@@ -112,13 +112,13 @@ def wrap_tokens_once(model: torch.nn.Module) -> None:
     """Take off the layers that peft put around the tied head once more for a later adapter of trained tokens.
 
     It looks for the head by its name, which the first adapter's layer has. Around two layers peft computes nothing: it
-    takes the inner one for a module that it does not know. The one that stays has the adapters of the embedding's layer,
-    and the same of them active.
+    takes the inner one for a module that it does not know. The one that stays has the adapters of the embedding's, and
+    the same of them active.
     """
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            inner = child.base_layer if isinstance(child, TrainableTokensLayer) and child.tied_adapter else None
+            tied: Any = child.tied_adapter if isinstance(child, TrainableTokensLayer) else None
+            inner: Any = None if child is None or tied is None else child.base_layer
             if isinstance(inner, TrainableTokensLayer):
-                inner._active_adapter = child.tied_adapter._active_adapter
-                inner._disable_adapters = child.tied_adapter._disable_adapters
+                inner._active_adapter, inner._disable_adapters = tied._active_adapter, tied._disable_adapters
                 parent._modules[name] = inner

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engines import needs
 from models import KINDS, save_adapter, save_llama
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -46,7 +46,7 @@ def randomized(model: nn.Module, seed: int = 0, size: float = 0.1) -> nn.Module:
     return model.eval()
 
 
-def peft_model(base: nn.Module, *configs: LoraConfig, seed: int = 0) -> Any:
+def peft_model(base: nn.Module, *configs: Any, seed: int = 0) -> Any:
     """A PeftModel with an adapter for each config, all of them active; the first is "default", then "a1", "a2", ..."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -503,6 +503,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             parametrizations.orthogonal, LoraConfig(target_modules=[], target_parameters=["linear.weight"], r=4)
         ),
         "linear: its weight is computed from other tensors",
+    ),
+    "OFT of a kernel": (
+        lambda: peft_model(nn.Sequential(nn.Conv2d(4, 4, 3)), OFTConfig(target_modules=["0"], oft_block_size=4)),
+        r"0: peft's OFT of a convolution with kernel_size=\(3, 3\)",
     ),
     "Arrow": (lambda: varied(variants.ArrowLinearVariant()), "linear: Arrow chooses among its adapters by the input"),
     "QALoRA": (lambda: varied(variants.QALoraLinearVariant()), "linear: QALoRA changes the zero points"),

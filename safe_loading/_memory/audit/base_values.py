@@ -102,7 +102,9 @@ def _not_compared(audited: AuditedModel) -> str:
     base: Any = audited.base
     if any(is_quantized(module) for module in base.modules()):
         return "the base is quantized in memory, whose codes are no values of the checkpoint."
-    if any(getattr(config, "layer_replication", None) for config in getattr(audited.adapted, "peft_config", {}).values()):
+    if any(
+        getattr(config, "layer_replication", None) for config in getattr(audited.adapted, "peft_config", {}).values()
+    ):
         return "the adapter repeats layers of the base, which the checkpoint has by other numbers."
     return "the adapter's start changed the base, and does so again in a load." if _starts_on_base(audited) else ""
 

@@ -20,7 +20,7 @@ from safe_loading._loading.attach import Injection, inject_checked
 from safe_loading._loading.fill_slots import fill_slots
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._merging.weights.lora_layers import is_blocked, merge_targets
-from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges
+from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges, why_not_merged_right
 from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward, why_computed
 from safe_loading._merging.weights.writable_tensors import equal_updates
@@ -145,7 +145,7 @@ class _Collector:
             self.problems.append(f"{path}: {', '.join(left)} of its {type(layer).__name__} is in no file. {IN_MEMORY}")
             return
         computed = [reason for attribute in ("weight", "bias") if (reason := why_computed(base, attribute))]
-        self.problems += [f"{path}: {reason}" for reason in computed]
+        self.problems += [f"{path}: {reason}" for reason in (*computed, why_not_merged_right(layer)) if reason]
         for attribute, merge in tuner_merges(layer, tuple(order)).items():
             name, record = self._record(base, attribute, path)
             if record is not None:

@@ -16,6 +16,7 @@ from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quan
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import is_blocked, merge_targets, without_bias
+from .other_tuners import why_not_merged_right
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
@@ -67,6 +68,9 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
             _refuse_base(layer)
+            wrong = why_not_merged_right(layer)
+            if wrong is not None:
+                raise CannotMergeError(wrong)
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)
     if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import PeftType
+from peft.tuners.oft.layer import Conv2d as OFTConv2d
 from peft.tuners.oft.layer import OFTRotationModule
 
 from safe_loading._model.peft_layers import TunerModule
@@ -38,9 +40,9 @@ class TunerMerge:
         return self._merged(tensor, torch.float64)
 
     def merged_by_others(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield in float64 what peft makes of a tensor of the base in a dtype: its adapters in that, and as they are.
+        """Yield the merges by peft of a tensor of the base in a dtype: with its adapters in that, and as they are.
 
-        It lacks operations in 16 bits on some devices; nobody merges so there.
+        They are returned in float64. It lacks operations in 16 bits on some devices; nobody merges so there.
         """
         for adapters in dict.fromkeys((dtype, None)):
             try:
@@ -62,6 +64,17 @@ class TunerMerge:
             own.eval().merge(safe_merge=False, adapter_names=list(self.names))
         merged: torch.Tensor = getattr(base, self.attribute)
         return merged.data
+
+
+def why_not_merged_right(layer: TunerModule) -> str | None:
+    """Return why peft's merge of a layer computes something else than the layer; None where it does not."""
+    base: Any = layer.get_base_layer()
+    if isinstance(layer, OFTConv2d) and any(size != 1 for size in base.kernel_size):
+        return (
+            f"peft's OFT of a convolution with kernel_size={tuple(base.kernel_size)} turns the input in another order "
+            f"than its merge turns the weight, so that the merged one computes something else. Keep the adapter"
+        )
+    return None
 
 
 def is_plain(layer: TunerModule) -> bool:
