@@ -117,8 +117,10 @@ def wrap_tokens_once(model: torch.nn.Module) -> None:
     """
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            tied: Any = child.tied_adapter if isinstance(child, TrainableTokensLayer) else None
-            inner: Any = None if child is None or tied is None else child.base_layer
-            if isinstance(inner, TrainableTokensLayer):
+            if not isinstance(child, TrainableTokensLayer) or not isinstance(child.base_layer, TrainableTokensLayer):
+                continue
+            tied: Any = child.tied_adapter  # peft annotates no property
+            inner = child.base_layer
+            if tied is not None:
                 inner._active_adapter, inner._disable_adapters = tied._active_adapter, tied._disable_adapters
                 parent._modules[name] = inner
