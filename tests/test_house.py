@@ -41,7 +41,7 @@ STANDS_ON = {
     "merge_lora_checkpoint": 176,
     "wrap_fsdp_meta_safe": 139,
     "wrap_transparent": 19,
-    "plan_device_map": 186,
+    "plan_device_map": 171,
 }
 ENGINES = {"torch", "transformers", "peft", "accelerate", "safetensors", "numpy"}
 

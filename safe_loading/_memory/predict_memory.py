@@ -38,14 +38,14 @@ from .trace.cuda_paths import cuda_paths
 from .trace.evaluation import NOTE as EVALUATION_NOTE
 from .trace.fused_lm_head import LABELS_NOTE
 from .trace.liger_lm_head import NOTE as LIGER_NOTE
+from .trace.over_ranks import RankOfJob, ranks_alike, refuse_reference_over_ranks
 from .trace.pass_between import with_pass
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
-from .trace.reference_pass import refuse_reference_over_ranks
 from .trace.scan_kernels import scan_stand_ins
 from .trace.step_tensors import outputs_kept
 from .trace.timeline import context_of, run_events, workspaces_of
-from .trace.trace_step import ranks_alike, trace_step
+from .trace.trace_step import trace_step
 from .trace.two_ends import peaks_of_phases, trace_two_ends
 from .trace.zero3_step import is_stage_3
 
@@ -231,8 +231,7 @@ def _traces(
             model,
             work,
             inputs=inputs,
-            spread=spread,
-            rank=rank,
+            job=None if spread is None else RankOfJob(spread, rank),
             attached_there=attached_there and spread is None,
             prepare_for_kbit=preparation,
         )

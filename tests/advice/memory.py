@@ -154,8 +154,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/trace/reference_pass.py": {
         "Pass reference='model'": "memory/test_reference_pass.py::"
         "test_what_cannot_be_forecast_is_refused_with_what_can",
-        "Pass {}": _OVER_RANKS,
     },
+    "_memory/trace/over_ranks.py": {"Pass {}": _OVER_RANKS},
     "_memory/largest_workload.py": {"pass for example Workload.generate": VALUES},
     "_memory/plan/device_map_plan.py": {"plan again with plan_device_map": _CALL},
     "_memory/plan/device_memory.py": {"Pass the limits": f"{_ADVISED}test_free_memory_that_cannot_be_read_is_passed"},

@@ -20,6 +20,7 @@ from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import AdapterError, ArgumentError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.layout import source_model
 from safe_loading._sharding.setup import assign_roles
@@ -210,7 +211,7 @@ def test_what_adalora_cannot_know_of_shards_is_said_beside_the_figure(spread: Sp
     workload = Workload.train(ROWS, COLUMNS, optimizer="sgd", adapter=config)
     forecast = predict_memory(llama("meta"), workload, spread=spread)
     assert len([note for note in forecast.notes if "update_and_allocate" in note]) == 1
-    trace = trace_step(llama("meta"), workload, spread=spread)
+    trace = trace_step(llama("meta"), workload, job=RankOfJob(spread))
     in_step = [a for a in trace.allocations if a.component == "optimizer" and a.phase != "load"]
     assert in_step == []
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._sharding.fsdp_units import plan_units
 
@@ -112,7 +113,7 @@ def traced(rank: int, options: dict[str, Any]) -> int:
         adapter=adapter,
     )
     spread = Spread.fsdp1(**options, sync_each_batch=steps == 1)
-    return above_start(trace_step(on_meta(), workload, spread=spread, rank=rank), *PHASES)
+    return above_start(trace_step(on_meta(), workload, job=RankOfJob(spread, rank)), *PHASES)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 from safe_loading import ArgumentError, Spread, Workload, largest_micro_batch, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._core.engines import is_older
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 
 STEP = """
@@ -88,7 +89,7 @@ def script(start: str, cases: dict[str, Any]) -> str:
 
 def traced(rank: int, *, checkpointing: bool = False, **options: Any) -> int:
     workload = Workload.train(2, 48, checkpointing, optimizer="none")
-    return above_start(trace_step(on_meta(), workload, spread=Spread.fsdp2(**options), rank=rank), *PHASES)
+    return above_start(trace_step(on_meta(), workload, job=RankOfJob(Spread.fsdp2(**options), rank)), *PHASES)
 
 
 PHASES = ("forward", "backward")
@@ -164,7 +165,7 @@ def replicated_step(options: dict[str, Any], rank: int) -> list[int]:
     options = dict(options)
     steps = options.pop("gradient_accumulation_steps", 1)
     workload = Workload.train(2, 48, optimizer="adamw", gradient_accumulation_steps=steps)
-    trace = trace_step(on_meta(), workload, spread=Spread.ddp(2, **options), rank=rank)
+    trace = trace_step(on_meta(), workload, job=RankOfJob(Spread.ddp(2, **options), rank))
     state = sum(a.bytes for a in trace.allocations if a.component == "optimizer" and a.bytes > 4)
     return [above_start(trace, *PHASES), state if "shard_optimizer" in options else 0]
 

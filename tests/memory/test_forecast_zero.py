@@ -14,6 +14,7 @@ from zero_jobs import LORA, NUMBERS, forecast, held_batches, on_meta
 
 from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._memory.trace.zero_step import parts_of_ranks
 
@@ -101,7 +102,9 @@ def test_every_gradient_reaches_its_owner() -> None:
     for stage in (1, 2):
         held = 0
         for rank in range(3):
-            trace = trace_step(on_meta("float32", SIZES), step, spread=Spread.zero(3, stage=stage, **SMALL), rank=rank)
+            trace = trace_step(
+                on_meta("float32", SIZES), step, job=RankOfJob(Spread.zero(3, stage=stage, **SMALL), rank)
+            )
             resident = [a for a in trace.allocations if a.phase == "load" and a.component == "optimizer"]
             held += max(allocation.bytes for allocation in resident)
         assert held - sum(p.nbytes for p in on_meta("float32", SIZES).parameters()) in range(4 * 2 * 3)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, Spread, Workload, predict_memory
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -135,7 +136,7 @@ def traced(rank: int, options: dict[str, Any]) -> int:
         adapter,
         reference="adapter_off" if adapter else "model",
     )
-    return above_start(trace_step(on_meta(), step, spread=spread_of(options), rank=rank), "forward", "backward")
+    return above_start(trace_step(on_meta(), step, job=RankOfJob(spread_of(options), rank)), "forward", "backward")
 
 
 def script(start: str, hook: str, cases: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from transformers import (
 
 from safe_loading import Spread, Workload, plan_device_map, predict_memory
 from safe_loading.__main__ import main
+from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._memory.trace.two_ends import trace_two_ends
@@ -97,7 +98,7 @@ def test_a_rank_that_generates_takes_what_the_allocator_gives() -> None:
     def trace(work: Workload) -> StepTrace:
         with torch.device("meta"):
             whole = LlamaForCausalLM(config).float()
-        return trace_step(whole, work, spread=Spread.fsdp2(2))
+        return trace_step(whole, work, job=RankOfJob(Spread.fsdp2(2)))
 
     ends = trace_two_ends(Workload.generate(3, 40, new_tokens=30), trace)
     assert found == above_start(ends, "prefill", "decode")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
@@ -21,42 +19,16 @@ Reference = Callable[[Mapping[str, Any]], Any]
 
 def refuse_reference(model: torch.nn.Module, workload: Workload) -> None:
     """Refuse an adapter that is to be off where there is none."""
-    if workload.reference == "adapter_off" and not _is_adapted(model, workload):
+    if workload.reference == "adapter_off" and not is_adapted(model, workload):
         raise ArgumentError(
             f"reference='adapter_off': this {type(engine_model(model)).__name__} has no adapter of peft. Pass "
             f"reference='model', which counts a copy of it."
         )
 
 
-def refuse_reference_over_ranks(model: torch.nn.Module, workload: Workload, spread: Spread) -> None:
-    """Refuse a reference whose place on the ranks was not held against any."""
-    if workload.reference is not None and spread.kind == "zero":
-        raise ArgumentError(
-            f"reference= was not held against DeepSpeed. Forecast one card, or the job with reference=None: "
-            f"{workload.replace(reference=None)}."
-        )
-    if workload.reference == "model" and spread.kind != "ddp" and _is_adapted(model, workload):
-        raise ArgumentError(
-            f"reference='model' with an adapter was not held against FSDP, for which trl takes the base itself. Pass "
-            f"{workload.replace(reference='adapter_off')}."
-        )
-    if workload.reference == "adapter_off" and spread.kind == "fsdp1" and workload.gradient_checkpointing:
-        raise ArgumentError(
-            "reference='adapter_off' with gradient checkpointing under FSDP1: torch raises a CheckpointError, because "
-            "peft freezes the adapter for the pass of the reference. Forecast Spread.fsdp2(ranks), which runs it."
-        )
-
-
-def _is_adapted(model: torch.nn.Module, workload: Workload) -> bool:
+def is_adapted(model: torch.nn.Module, workload: Workload) -> bool:
+    """Whether a step runs with an adapter of peft, on the model already or attached for it."""
     return workload.adapter is not None or hasattr(engine_model(model), "disable_adapter")
-
-
-def reference_to_shard(model: torch.nn.Module, workload: Workload, spread: Spread | None) -> torch.nn.Module | None:
-    """Return a copy of the model that FSDP shards beside it, still with the model's own tensors; None without one."""
-    if spread is None or spread.kind not in ("fsdp1", "fsdp2") or workload.reference != "model":
-        return None
-    own = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in own}).eval()
 
 
 def reference_pass(

@@ -38,11 +38,8 @@ from .trained_parameters import TrainedParameters
 
 
 @contextlib.contextmanager
-def fake_ranks(spread: Spread | None, rank: int = 0) -> Iterator[DeviceMesh | None]:
-    """Yield the mesh of a job of which this process is one rank, without the others; None without a spread."""
-    if spread is None:
-        yield None
-        return
+def fake_ranks(spread: Spread, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Yield the mesh of a job of which this process is one rank, without the others."""
     if dist.is_initialized():
         raise ArgumentError(
             "spread= makes a process group for the forecast, and this process has one already. Forecast before "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +16,6 @@ from transformers.utils import import_utils
 
 from safe_loading._core import progress
 from safe_loading._core.interrupts import signals_held, undone
-from safe_loading._core.spread import Spread
 from safe_loading._core.stubs import answer_no
 from safe_loading._core.thread_patches import patched
 from safe_loading._core.walk import hidden_modules, hidden_parts
@@ -27,7 +26,6 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import OwnGenerators, own_generators
-from safe_loading._sharding.adapter_methods import past_hooks
 from safe_loading.errors import ArgumentError, TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
@@ -39,7 +37,6 @@ from .dispatch_mode import TraceDispatchMode
 from .evaluation import evaluation_of, refuse_other_rows, run_evaluation
 from .fake_tensor_maker import FakeTensorMaker
 from .fake_tensors import FakeTensors
-from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
 from .function_mode import TraceFunctionMode
 from .fused_lm_head import with_fused_lm_head
 from .inputs import StepInputs
@@ -49,25 +46,17 @@ from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .pass_between import with_pass
 from .records import Component, StepTrace
-from .reference_pass import reference_to_shard, refuse_reference
+from .reference_pass import refuse_reference
 from .repeated_layers import repeated_layers
-from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
 from .run_training import run_training
-from .sharded_step import ShardedParameters, accelerates_own, alike, fake_ranks, sharded, trains_in_float32
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
 from .torch_switches import switches_put_back
 from .trace_error import trace_error
-from .trained_parameters import TrainedParameters, cast_parameters
-from .zero3_fetching import linear_layers
-from .zero3_step import PartitionedParameters, is_stage_3, real_elements
-from .zero_step import ZeroParameters, alike_parts, one_dtype
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .trained_parameters import OneCard
 
 # the model's attributes and torch's modes are replaced for a while, and the modes are the process's
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
 
 
 def trace_step(
@@ -78,8 +67,7 @@ def trace_step(
     inputs: Mapping[str, torch.Tensor] | None = None,
     cached_outputs: CachedOutputs | None = None,
     offload_buffers: bool = False,
-    spread: Spread | None = None,
-    rank: int = 0,
+    job: OneCard | None = None,
     attached_there: bool = False,
     prepare_for_kbit: KbitPreparation = "none",
     every_layer: bool = False,
@@ -95,7 +83,7 @@ def trace_step(
     puts everything on device 0. Of the inputs, by argument name, shape and dtype are taken; they replace those that
     would be made. `cached_outputs` is what earlier traces of this model remembered of its operations; it grows.
     `offload_buffers` is as for `accelerate.dispatch_model`.
-    With a `spread` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
+    With a `job` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
     adapter is attached: what peft leaves on the host then stays there, such as the permutations of BOFT.
     `prepare_for_kbit` is for the adapter of a base in 4 or 8 bits. Of layers that are alike a few run and stand for the
     others where their steps are found to be equal; with `every_layer` all of them run, for whoever watches them. The
@@ -107,8 +95,7 @@ def trace_step(
         inputs,
         cached_outputs,
         offload_buffers,
-        spread,
-        rank,
+        job or OneCard(),
         attached_there,
         prepare_for_kbit,
         seed,
@@ -119,11 +106,11 @@ def trace_step(
     refuse_reference(model, workload)
     refuse_other_rows(workload, inputs)
     one_device = placement is None or len(set(placement.values())) == 1
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
         alike = alike and not workload.completion_length  # as its samples are scored
         step = None
-        if alike and spread is None and one_device and not every_layer:
+        if alike and not options.job.over_ranks and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
                 step = _traced(model, options, skip_layers=True)
         step = step or _traced(model, options)
@@ -139,8 +126,7 @@ class _Options(NamedTuple):
     inputs: Mapping[str, torch.Tensor] | None
     cached_outputs: CachedOutputs | None
     offload_buffers: bool
-    spread: Spread | None
-    rank: int
+    job: OneCard
     attached_there: bool
     prepare_for_kbit: KbitPreparation
     seed: int
@@ -148,13 +134,13 @@ class _Options(NamedTuple):
 
 def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = False) -> StepTrace:
     """Trace a step, in which one of each few equal layers stands for the others if they may be skipped."""
-    workload, placement, inputs, cached_outputs, offload, spread, rank, attached_there, preparation, seed = options
+    workload, placement, inputs, cached_outputs, offload, job, attached_there, preparation, seed = options
     ledger, values = Ledger(), KnownValues(seed)
     where = TracePlacement(placement, offload_buffers=offload, attached_there=attached_there)
     with contextlib.ExitStack() as stack:
         stack.enter_context(switches_put_back())
         stack.enter_context(cuda_autocast(workload))
-        mesh = stack.enter_context(fake_ranks(spread, rank))
+        stack.enter_context(job.joined())
         stack.enter_context(undone(Snapshot(model, others=hidden_modules(model)).restore))
         adapted = with_adapter(model, workload, where.left_on_host, prepare_for_kbit=preparation)
         running = stack.enter_context(adapted)
@@ -167,8 +153,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
         maker = FakeTensorMaker(fake)
         mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
         try:
-            sharding = None if spread is None or mesh is None else (spread, mesh, rank)
-            _run(running, workload, where, inputs, mode, maker, sharding, skipped)
+            _run(running, workload, where, inputs, mode, maker, job, skipped)
         except Exception as error:
             if skipped.reached:
                 raise NotAlikeError("a layer may miss what another one makes") from error
@@ -199,7 +184,7 @@ def _run(
     user_inputs: Mapping[str, torch.Tensor] | None,
     mode: TraceDispatchMode,
     maker: FakeTensorMaker,
-    sharding: tuple[Spread, DeviceMesh, int] | None,
+    job: OneCard,
     skipped: SkippedLayers,
 ) -> None:
     ledger = mode.ledger
@@ -213,7 +198,7 @@ def _run(
         functions.whole_lists(),
         maker.mode,
     ):
-        reference = reference_to_shard(model, workload, sharding[0] if sharding else None)
+        reference = job.reference_to_shard(model, workload)
         tensors = FakeTensors(maker, ledger, mode.values, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
@@ -229,7 +214,7 @@ def _run(
         main = fake_device(where.main)
         if reference is not None:
             FakeTensors(maker, ledger, mode.values, where).replace_tensors(reference)
-        spread = _spread(model, reference, list(tensors.trainable()), sharding, main, ledger)
+        spread = job.spread_over_ranks(model, reference, list(tensors.trainable()), main, ledger)
         with _progress_bar(model), mode, spread as of_rank:
             tensors.forget()
             running, trained, reference = of_rank
@@ -237,7 +222,7 @@ def _run(
             cache = None
             if workload.kind == "train":
                 run_training(running, workload, inputs, ledger, trained, reference)
-                if sharding is None:
+                if not job.over_ranks:
                     _count_as_own(model, ledger)
             elif workload.kind == "evaluate":
                 run_evaluation(running, workload, inputs, ledger, reference)
@@ -268,76 +253,6 @@ def _count_as_own(model: torch.nn.Module, ledger: Ledger) -> None:
             index = ledger.index_of(tensor)
             if index is not None and ledger.allocations[index].component in ("activations", "temporary"):
                 ledger.classify(index, component)
-
-
-def ranks_alike(
-    model: torch.nn.Module, workload: Workload, spread: Spread, prepare_for_kbit: KbitPreparation = "none"
-) -> list[list[int]]:
-    """Return the ranks of a job, those together that hold parts of the same sizes and so allocate the same."""
-    if spread.wrapped_by == "accelerate":
-        accelerates_own()  # or raise before a trace does
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
-        stack.enter_context(fake_ranks(spread))
-        stack.enter_context(undone(Snapshot(model).restore))
-        running = stack.enter_context(with_adapter(model, workload, prepare_for_kbit=prepare_for_kbit))
-        if spread.kind in ("fsdp1", "fsdp2") and (problems := past_hooks(running)):
-            raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
-        held: dict[int, tuple[int, ...]]
-        trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
-        if spread.kind == "ddp":
-            held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(shares(trained, spread))}
-        elif spread.kind == "zero":
-            if spread.param_dtype is None:
-                one_dtype(trained)
-            held = real_elements(trained, spread) if is_stage_3(spread) else alike_parts(trained, spread.ranks)
-        elif spread.kind == "fsdp1":
-            held = trained_by_rank(running, spread)
-        else:
-            held = alike(running.parameters(), spread)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, sizes in held.items():
-        groups.setdefault(sizes, []).append(rank)
-    return list(groups.values())
-
-
-@contextlib.contextmanager
-def _spread(
-    model: torch.nn.Module,
-    reference: torch.nn.Module | None,
-    parameters: list[torch.nn.Parameter],
-    sharding: tuple[Spread, DeviceMesh, int] | None,
-    device: torch.device,
-    ledger: Ledger,
-) -> Iterator[tuple[torch.nn.Module, TrainedParameters, torch.nn.Module | None]]:
-    """Spread the model as the job does; yield a rank's model, the parameters it trains, and a reference in shards."""
-    if sharding is None:
-        yield model, TrainedParameters(parameters), None
-        return
-    spread, mesh, rank = sharding
-    if spread.kind == "ddp":
-        with replicated(model, spread):
-            yield model, ReplicatedParameters(parameters, spread, rank, ledger), None
-        return
-    if spread.kind == "zero":
-        if spread.param_dtype is not None:
-            parameters[:] = cast_parameters(model, parameters, getattr(torch, spread.param_dtype), ledger, frozen=True)
-        if is_stage_3(spread):
-            with linear_layers():
-                partitioned = PartitionedParameters(model, list(parameters), spread, rank, ledger)
-                parameters.clear()
-                yield model, partitioned, None
-            return
-        yield model, ZeroParameters(parameters, spread, rank, ledger), None
-        return
-    if trains_in_float32(model, spread):
-        cast_parameters(model, [], torch.float32, ledger, frozen=False)
-    parameters.clear()  # the whole parameters are freed as they are sharded
-    if spread.kind == "fsdp1":
-        with flat_sharded(model, reference, spread, mesh, device, ledger) as (wrapped, flat_reference):
-            yield wrapped, FlatShardedParameters(wrapped, spread), flat_reference
-        return
-    with sharded(model, reference, spread, mesh, device, ledger):
-        yield model, ShardedParameters(model, spread), reference
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
+
+from safe_loading._core.workload import Workload
 
 from .ledger import Ledger
 
@@ -62,6 +67,40 @@ class TrainedParameters:
         """Drop the gradients, as ``zero_grad(set_to_none=True)`` does."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class RunningModel(NamedTuple):
+    """A model as one rank runs it, the parameters it trains there, and a reference in shards beside it."""
+
+    model: torch.nn.Module
+    trained: TrainedParameters
+    reference: torch.nn.Module | None = None
+
+
+class OneCard:
+    """The job of one card, which runs the model as it is; those over ranks, in `over_ranks`, spread it first."""
+
+    over_ranks = False
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Make this process a rank of the job inside the block."""
+        return contextlib.nullcontext()
+
+    def reference_to_shard(self, model: torch.nn.Module, workload: Workload) -> torch.nn.Module | None:
+        """Return a copy of the model that the job shards beside it; None where there is none."""
+        return None
+
+    @contextlib.contextmanager
+    def spread_over_ranks(
+        self,
+        model: torch.nn.Module,
+        reference: torch.nn.Module | None,
+        parameters: list[torch.nn.Parameter],
+        device: torch.device,
+        ledger: Ledger,
+    ) -> Iterator[RunningModel]:
+        """Spread the model as the job does, and yield it as this rank runs it."""
+        yield RunningModel(model, TrainedParameters(parameters))
 
 
 def cast_parameters(
