@@ -38,10 +38,10 @@ NAME_A_FORMAT = 24  # files of the package, by a word anywhere in them; this num
 STANDS_ON = {
     "load_peft_on_rank": 138,
     "merge_lora_inplace": 88,
-    "merge_lora_checkpoint": 176,
-    "wrap_fsdp_meta_safe": 139,
+    "merge_lora_checkpoint": 163,
+    "wrap_fsdp_meta_safe": 138,
     "wrap_transparent": 19,
-    "plan_device_map": 171,
+    "plan_device_map": 170,
 }
 ENGINES = {"torch", "transformers", "peft", "accelerate", "safetensors", "numpy"}
 

@@ -88,7 +88,7 @@ REPLACED_CLASSES = {
 # Why an engine is patched in this thread, and no mode of torch does it.
 PATCHED = {
     "_core/log.py": "logging has one level for an engine",
-    "_loading/base_model.py": "transformers asks the environment that accelerate sets",
+    "_loading/load_base.py": "transformers asks the environment that accelerate sets",
     "_loading/fused_parameters.py": "peft converts by a table of its own",
     "_loading/peft_config.py": "peft refuses a module of Mamba by a function of a module",
     "_loading/into_place.py": "transformers has one function that loads weights, and no hook in it",

@@ -18,8 +18,9 @@ from safe_loading._ranks.rank_devices import RankDevices
 
 from .adapter_values import Adapter
 from .alike import Alike, FactorPlace, only_new_modules, rank_of
-from .attach import Attached, errors_in, refusal, rows_of_words
+from .attach import Attached, rows_of_words
 from .fill_slots import fill_slots
+from .inject import errors_in, refusal
 from .peft_config import of_pattern
 from .slots import AdapterSlot
 

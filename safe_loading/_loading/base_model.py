@@ -1,48 +1,30 @@
-"""The base model of an adapter: the class that loads it, a model of it on meta, and its load onto one device."""
+"""The base model of an adapter before it is loaded: its config, its model on meta, and whether its files fill that."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
-from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
-from safe_loading._core.report import Finding, counted
-from safe_loading._core.stubs import answer_no
-from safe_loading._core.thread_patches import patched
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
-from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import build_on_meta
 from safe_loading._model.model_config import ignored_sizes, read_config
-from safe_loading._model.quantized.request import packs_on_device
 from safe_loading._model.weights_dtype import weights_dtype
-from safe_loading._model.zero3 import splits_new_models
-from safe_loading._ranks.rank_devices import RankDevices
-from safe_loading.errors import ArgumentError, CheckpointError, EngineError, SafeLoadingError
+from safe_loading.errors import CheckpointError
 
 from .adapter_values import Adapter
 from .base_arguments import for_constructor, refuse_unknown
-from .into_place import IntoPlace, Method, read_into_place
-from .report import FROM_PRETRAINED
 
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
-# what torch's allocator of the host says, and the system, of a mapping
-_HOST_IS_FULL = re.compile("can('t|not) allocate memory", re.IGNORECASE)
-
-LoadingInfo = Mapping[str, Iterable[object]]
-"""What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
 
 
 def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
@@ -126,121 +108,6 @@ def check_fit(
             f"the base that the adapter was trained on, or auto_class= for the class that it was saved as:",
             problems,
         )
-
-
-def load_base(
-    auto_class: ModelClass,
-    folder: Path,
-    devices: RankDevices,
-    dtype: torch.dtype | str,
-    base_kwargs: EngineKwargs,
-    config: PreTrainedConfig,
-    *,
-    skips: Sequence[str] | None = None,
-    planned: IntoPlace | Method,
-) -> tuple[PreTrainedModel, LoadingInfo, Method]:
-    """Load the base onto its devices and nowhere else; it is in eval mode. ``config`` is its config as read before.
-
-    ``skips`` are the modules that the folder holds plain, where its ``quantization_config`` names others; ``planned``
-    are the weights that transformers need not read. Returns how the weights were read, too.
-    """
-    # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
-    arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
-    rest = dict(base_kwargs)
-    if (folder / CONFIG).exists() and (skips is not None or not IMPLEMENTATIONS.isdisjoint(base_kwargs)):
-        changed, rest = changed_config(folder, base_kwargs)
-        if skips is not None:
-            changed.quantization_config["llm_int8_skip_modules"] = list(skips)
-        arguments["config"] = changed
-    arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
-    if splits_new_models():  # onto the device of DeepSpeed, beside which transformers takes no device_map
-        if devices.are_several:
-            raise ArgumentError(
-                "device_map= spreads the base over devices, and DeepSpeed's ZeRO-3, which is on in this process, "
-                "splits it over ranks: leave device_map= out."
-            )
-    elif devices.are_several:
-        arguments["device_map"] = dict(devices.by_module)
-    elif devices.main.type != "cpu":
-        # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
-        arguments["device_map"] = {"": devices.main}
-    elif _packs_on_device(config, base_kwargs):
-        arguments["device_map"] = {"": "cpu"}  # its quantizer loads onto the current accelerator otherwise
-    try:
-        # A rank that accelerate launched for FSDP would leave what no file holds on meta, for FSDP to send it later.
-        with patched(modeling_utils, "is_fsdp_enabled", answer_no), read_into_place(planned) as methods:
-            model, info = auto_class.from_pretrained(folder, **arguments)
-    except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except ImportError as error:  # a package that its attention, quantizer or own code needs
-        raise EngineError(
-            f"transformers cannot load the base {folder} with the packages that are installed: "
-            f"{str(error).rstrip('. ')}. Ask for what needs none of them, such as "
-            f'attn_implementation="sdpa", or install it.'
-        ) from error
-    except Exception as error:
-        raise _failed(folder, error) from error
-    if devices.main.type == "cpu" and not devices.are_several:
-        # peft's later calls take {"": "cpu"} for offloading, and dispatch the model to an accelerator
-        vars(model).pop("hf_device_map", None)
-    return model, info, methods[-1] if methods else Method(FROM_PRETRAINED, "its class has a loader of its own")
-
-
-def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:
-    """Return the error of a load that failed in the class of the model, its quantizer, or remote code."""
-    if _HOST_IS_FULL.search(str(error)):
-        return MemoryError(
-            f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
-            f"raise the process's limit (ulimit -d, ulimit -v), and load again."
-        )
-    return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}")
-
-
-def _packs_on_device(config: PreTrainedConfig, base_kwargs: EngineKwargs) -> bool:
-    """Return whether the base's config or the arguments of its load name a method that packs weights on a device."""
-    asked = (base_kwargs.get("quantization_config"), getattr(config, "quantization_config", None))
-    return any(packs_on_device(each) for each in asked)
-
-
-def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
-    """Give the model the name that the user passed, in place of the path in the cache that it was read from."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        config._name_or_path = os.fspath(source)
-    model.__dict__["name_or_path"] = os.fspath(source)
-
-
-def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str) -> list[Finding]:
-    """Return a finding for each weight of the base that its checkpoint did not fill and that no adapter replaces."""
-    replaced = replaced_modules(adapters)
-    findings = []
-    for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):
-        for entry in sorted(map(str, info.get(kind) or ())):
-            if not replaced.isdisjoint(entry.split(".")):
-                continue
-            message = f"this weight of the base {what} and was initialized at random"
-            fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"
-            findings.append(fault("base-key-missing", f"{source}: {entry}", message, fix))
-    unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
-    if unexpected:
-        message = (
-            f"the class that was loaded does not know {counted(len(unexpected), 'tensor')} of the checkpoint and left "
-            f"out: {listed(unexpected)}"
-        )
-        fix = "none if they are a head for another task; otherwise auto_class= for the class that it was saved as"
-        findings.append(note("warning", "base-key-unexpected", f"{source}: {unexpected[0]}", message, fix))
-    return findings
-
-
-def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
-    """Return a finding when the config ties two weights whose stored values differ, which transformers only logs."""
-    if not wants_tie(model):
-        return []
-    embedding, head = embeddings_and_head_of(model).weights
-    if embedding is None or head is None or embedding is head:
-        return []
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return [untied_finding(source, [names.get(id(weight), "a weight") for weight in (head, embedding)])]
 
 
 def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:

@@ -22,8 +22,8 @@ from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 
-from .attach import prepare
 from .base_model import base_config
+from .inject import prepare
 from .load import BaseOnDisk, LoadOptions, check_before_load
 from .sources import BaseRequest, resolve_base
 from .starts import builds_on_meta, random_start

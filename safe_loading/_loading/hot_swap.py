@@ -21,7 +21,8 @@ from safe_loading._model.peft_layers import merged_adapters
 from safe_loading.errors import AdapterError
 
 from .adapter_values import Adapter
-from .attach import Attached, refusal
+from .attach import Attached
+from .inject import refusal
 from .match import one_for_all_layers, saved_module_dtype
 from .old_names import with_new_names
 from .peft_config import of_pattern

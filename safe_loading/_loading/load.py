@@ -44,10 +44,11 @@ from .alike import find_alike
 from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
 from .base_arguments import checked_class
-from .base_model import base_config, base_on_meta, check_fit, load_base, loading_findings, name_base, untied_findings
+from .base_model import base_config, base_on_meta, check_fit
 from .choose_class import ChosenClass, choose_class, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
+from .load_base import load_base, loading_findings, name_base, untied_findings
 from .report import LoadedPart
 from .split_base import said_of_split_base
 from .vocabulary import resize_to_adapters

@@ -25,14 +25,16 @@ from safe_loading._ranks.rank_devices import RankDevices, devices_of
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
 from .adapter_values import Adapter
+from .agreed_sources import find_sources
 from .alike import find_alike
-from .attach import Attached, attach, check_adapter_name, prepare
+from .attach import Attached, attach
 from .attach_alike import attach_alike
 from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
+from .inject import check_adapter_name, prepare
 from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
-from .sources import LoadRequest, find_sources
+from .sources import LoadRequest
 from .split_base import said_of_split_base
 
 if TYPE_CHECKING:

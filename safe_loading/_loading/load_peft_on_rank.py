@@ -27,13 +27,14 @@ from safe_loading._ranks.device_guard import (
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.rank_devices import RankDevices, devices_of, rank_devices
-from safe_loading._ranks.same_arguments import check_same_arguments
+from safe_loading._ranks.same_on_ranks import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .adapter_values import Adapter
-from .attach import check_adapter_name, prepare
+from .agreed_sources import find_sources
 from .base_and_adapter import named_sources
 from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
+from .inject import check_adapter_name, prepare
 from .load import (
     BaseOnDisk,
     LoadOptions,
@@ -44,7 +45,7 @@ from .load import (
     warn_of_errors,
 )
 from .report import LoadReport
-from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, LoadSources, Source, find_sources
+from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, LoadSources, Source
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,9 +15,10 @@ from copy import deepcopy
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
+from transformers import core_model_loading as loader
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._core.names import PEFT_PREFIX, ancestors, without_peft_prefix
-from safe_loading._model.layout.disk_names import renamer
 from safe_loading._model.peft_layers import outermost_tuner_layers, without_peft_levels
 
 from .fused_parameters import fused_parameters, parameter_of_leaves
@@ -56,7 +57,7 @@ class OldNames:
 
     def _renamed(self, module: str) -> str:
         if self._rename is str:  # only now, because most adapters need no table
-            self._rename = renamer(self._base)
+            self._rename = _renamer(self._base)
             parameters = fused_parameters(self._base, parameter_of_leaves(self._base))
             self._fused = frozenset(parameter.owner for parameter in parameters)
         return self._rename(f"{module}.weight").removesuffix(".weight")
@@ -124,3 +125,16 @@ def _of_modules(
     values = {name: of_pattern(patterns, old.old_name(name), otherwise) for name in modules}
     own = {re.escape(name): value for name, value in values.items() if of_pattern(patterns, name, otherwise) != value}
     return {**own, **patterns}
+
+
+def _renamer(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return the function by which the loader renames a tensor on disk to one of ``model``, but for conversions."""
+    if not hasattr(model, "config"):
+        return str
+    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # a PreTrainedModel
+    renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
+
+    def rename(name: str) -> str:
+        return loader.rename_source_key(name, renamings, [])[0]
+
+    return rename

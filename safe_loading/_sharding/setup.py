@@ -23,7 +23,7 @@ from safe_loading._model.formats.four_bit import FLOAT_STORAGE
 from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._model.zero3 import split_weights
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._ranks.same_folders import FolderSeen, folder_seen
+from safe_loading._ranks.same_on_ranks import FolderSeen, folder_seen
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2

@@ -19,7 +19,7 @@ from safe_loading._core.log import logger
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_not_shared, owned_device
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._ranks.same_folders import check_same_folders
+from safe_loading._ranks.same_on_ranks import check_same_folders
 
 from .adapter_methods import guard_merges
 from .added_after_wrap import Wrapped, attached_units, wrapped_before

@@ -27,7 +27,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Correct its numbers": "loading/test_hostile_configs.py::"
         "test_an_adapter_allocates_in_proportion_to_its_file_and_its_base"
     },
-    "_loading/attach.py": {
+    "_loading/inject.py": {
         "Load the base, call resize_token": "loading/test_vocabularies.py::"
         "test_a_trained_row_that_the_base_lacks_is_told",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
@@ -67,12 +67,14 @@ TAKEN: dict[str, dict[str, str]] = {
         "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
     },
     "_loading/base_model.py": {
+        "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
+        "test_the_class_that_a_base_was_saved_as_is_passed",
+    },
+    "_loading/load_base.py": {
         "Free some, or raise the process's limit": "loading/test_into_place.py::"
         "test_where_the_memory_is_full_that_is_said_nothing_stays_and_a_later_load_is_whole",
         "Ask for what needs none of them": "loading/test_base_arguments.py::"
         "test_a_package_that_the_attention_needs_is_named_and_not_the_config",
-        "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
-        "test_the_class_that_a_base_was_saved_as_is_passed",
         "pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
         "test_the_class_that_a_base_was_saved_as_is_passed",
         "leave device_map= out": "model/test_zero3.py::test_onto_an_accelerator_no_device_map_is_asked_for",
@@ -171,18 +173,20 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass the base that it was trained on": "loading/test_prompts.py::"
         "test_a_prefix_of_another_number_of_layers_is_refused",
     },
-    "_loading/sources.py": {
+    "_loading/agreed_sources.py": {
         "look for the folders": LABEL,
         "read the adapter": LABEL,
+        "pass the same to all ranks": "loading/test_load_on_ranks.py::"
+        "test_some_ranks_or_one_can_load_without_the_others",
+        "Pin base_revision=": OUTSIDE,
+        "Pin the revision": OUTSIDE,
+    },
+    "_loading/sources.py": {
         "Pass base_model=.": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
         "pass a folder or a hub id": VALUES,
         "Load that model with {}": "loading/test_other_writers.py::test_a_model_of_another_library_is_passed",
         "Pass base_model= and base_revision=": "loading/test_hostile_configs.py::"
         "test_a_revision_in_an_adapters_config_names_no_path",
-        "pass the same to all ranks": "loading/test_load_on_ranks.py::"
-        "test_some_ranks_or_one_can_load_without_the_others",
-        "Pin base_revision=": OUTSIDE,
-        "Pin the revision": OUTSIDE,
     },
     "_loading/starts.py": {
         "convert it to a plain LoRA": f"{_STARTS}test_the_conversion_that_the_error_names_works",

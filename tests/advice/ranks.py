@@ -30,10 +30,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass device=, or a map": _MAPS,
         "pass a map without 'cpu'": _MAPS,
     },
-    "_ranks/same_arguments.py": {"Pass the same ones": f"{_ADVISED}test_arguments_that_ranks_disagree_on"},
-    "_ranks/same_folders.py": {
+    "_ranks/same_on_ranks.py": {
+        "Pass the same ones": f"{_ADVISED}test_arguments_that_ranks_disagree_on",
         "Copy it to each node": "loading/test_load_on_ranks.py::"
-        "test_a_folder_that_one_rank_lacks_is_named_on_all_of_them"
+        "test_a_folder_that_one_rank_lacks_is_named_on_all_of_them",
     },
     "_ranks/store_exchange.py": {
         ", or pass ranks='self'": "loading/test_load_on_ranks.py::test_some_ranks_or_one_can_load_without_the_others"

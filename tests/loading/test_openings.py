@@ -32,7 +32,7 @@ from safe_loading import (
     predict_memory,
 )
 from safe_loading._checkpoint.strict_json import read_json_object
-from safe_loading._loading import attach
+from safe_loading._loading import inject
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 ADAPTER, WEIGHTS, SHARD = "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00007.safetensors"
@@ -190,13 +190,13 @@ def test_an_adapter_config_that_changes_while_the_tensors_are_read_is_refused_by
 ) -> None:
     adapter = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
     call = calls(tiny_llama, adapter, load_peft_on_rank(tiny_llama, tiny_adapter), tmp_path / "out")[verb]
-    original = attach.build_config
+    original = inject.build_config
 
     def changed(*arguments: Any, **options: Any) -> Any:
         rewrite(adapter / ADAPTER)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(attach, "build_config", changed)
+    monkeypatch.setattr(inject, "build_config", changed)
     with pytest.raises(CheckpointError, match=rf"1 of 2 files were written while they were read: '{ADAPTER}'"):
         call()
     assert not (tmp_path / "out").exists()

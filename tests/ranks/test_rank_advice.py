@@ -16,7 +16,7 @@ from safe_loading._ranks.device_guard import check_contexts, check_not_shared, o
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import read_launcher
 from safe_loading._ranks.rank_devices import rank_devices
-from safe_loading._ranks.same_arguments import check_same_arguments
+from safe_loading._ranks.same_on_ranks import check_same_arguments
 
 
 def any_of(wrong: object) -> Any:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._loading.adapter_values import Adapter, same_tensor
-from safe_loading._loading.attach import Injection, inject_checked
 from safe_loading._loading.fill_slots import fill_slots
+from safe_loading._loading.inject import Injection, inject_checked
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._merging.weights.lora_layers import is_blocked, merge_targets
 from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges, why_not_merged_right

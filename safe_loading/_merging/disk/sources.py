@@ -23,9 +23,9 @@ from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_values import Adapter, digest_of
-from safe_loading._loading.attach import prepare
 from safe_loading._loading.base_and_adapter import in_order
 from safe_loading._loading.base_arguments import check_merge_kwargs
+from safe_loading._loading.inject import prepare
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
 from safe_loading._merging.weights.packed_base import packed_base_findings
 from safe_loading._model.layout.tensor_contents import REPORT

@@ -1,4 +1,4 @@
-"""Whether a folder that all ranks were given is there for all of them, told before any rank asks a hub for it."""
+"""Whether all ranks were called alike: with the same arguments, and with folders that are there for each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safe_loading._core.paths import is_there
-from safe_loading.errors import CheckpointNotFound
+from safe_loading.errors import CheckpointNotFound, RanksDisagree
 
 from .store_exchange import rank_list
 
@@ -14,8 +14,25 @@ FolderSeen = tuple[str, bool]
 """A folder or a hub id as it was passed, and whether this rank sees a folder there."""
 
 
+def check_same_arguments(verb: str, ranks: Sequence[int], given: Sequence[Mapping[str, str]]) -> None:
+    """Fail if a rank was called with other arguments; ``given`` has them by name, for each rank."""
+    problems = []
+    for name in given[0]:
+        by_value: dict[str, list[int]] = {}
+        for rank, arguments in zip(ranks, given, strict=True):
+            by_value.setdefault(arguments[name], []).append(rank)
+        if len(by_value) > 1:
+            problems.append("; ".join(f"{rank_list(which)}: {name}={value}" for value, which in by_value.items()))
+    if problems:
+        raise RanksDisagree(
+            f"The ranks call {verb} with different arguments, and would hold different models. Pass the same ones on "
+            f"all of them, or ranks='self' where each loads for itself:",
+            problems,
+        )
+
+
 def folder_seen(source: str) -> FolderSeen:
-    """Return a source's text, and whether this rank has its folder, to share with the other ranks."""
+    """Return a source's text, and whether this rank has its folder: told to the others before one asks a hub for it."""
     return source, is_there(Path(source).expanduser())
 
 
