@@ -38,6 +38,7 @@ CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*|SL[0-9]{3}")
 PAGE_OF = {  # the page whose tables list a file's findings; the longest start of its path wins
     "_checkpoint/": "checkpoints.md",
     "_loading/check_checkpoint.py": "checkpoints.md",
+    "_loading/adapter_findings.py": "checkpoints.md",
     "_loading/folder_findings.py": "checkpoints.md",
     "_loading/check_as_load.py": "checkpoints.md",
     "_model/layout/": "checkpoints.md",

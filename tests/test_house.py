@@ -21,6 +21,7 @@ TORCH_FREE = {
     "__main__.py",
     "errors.py",
     "_loading/check_checkpoint.py",
+    "_loading/adapter_findings.py",
     "_loading/folder_findings.py",
     "_loading/key_names.py",
     "_loading/report.py",

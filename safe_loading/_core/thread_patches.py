@@ -3,6 +3,8 @@
 An engine that leaves no other way is patched while a block runs. What is put in its place asks which thread calls: in
 a thread that is inside such a block it is the replacement, in every other one the engine's own, as if nothing were
 patched. So one thread may trace, load or plan while another trains. Where torch has a mode for it, use the mode.
+
+The plainest replacements are here as well; a ``Mock`` would keep its arguments alive.
 """
 
 from __future__ import annotations
@@ -15,10 +17,22 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from .stubs import answer_no
-
 _MISSING: Any = object()
 _GUARD = threading.RLock()
+
+
+def do_nothing(*_: object, **__: object) -> None:
+    """Stand in for a function whose work is not wanted."""
+
+
+def answer_yes(*_: object) -> bool:
+    """Stand in for a question of the machine or of a tensor: yes."""
+    return True
+
+
+def answer_no(*_: object) -> bool:
+    """Stand in for a question of the machine or of a tensor: no."""
+    return False
 
 
 @contextmanager

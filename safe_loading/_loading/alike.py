@@ -22,7 +22,7 @@ from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.stubs import do_nothing
+from safe_loading._core.thread_patches import do_nothing
 from safe_loading._model.peft_layers import LoraModule, base_of, has_adapters, is_lora_layer
 from safe_loading._model.snapshot import Snapshot
 

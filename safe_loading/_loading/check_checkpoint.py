@@ -22,9 +22,11 @@ from safe_loading._checkpoint.trainer_folder import checkpoints_of, half_checkpo
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from safe_loading._core.paths import path_text
 from safe_loading._core.report import Finding, Table, Verdict, counted, errors_of, format_bytes, worst_first
+from safe_loading._model.quantized.on_disk import quantization_on_disk
 from safe_loading.errors import EngineError
 
-from .folder_findings import adapter_findings, code_findings, model_findings, quantization_on_disk
+from .adapter_findings import adapter_findings
+from .folder_findings import code_findings, model_findings
 
 Kind = Literal["model", "adapter", "file"]
 _HEADERS = "headers alone"

@@ -14,7 +14,8 @@ from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import errors_of
 from safe_loading.errors import AdapterError
 
-from .adapter_values import places, tensors_on_meta
+from .adapter_file import tensors_on_meta
+from .adapter_values import places
 from .experts import fit_experts
 from .fused_parameters import without_conversion_by_peft
 from .old_names import with_new_names

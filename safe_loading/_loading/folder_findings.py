@@ -1,32 +1,22 @@
-"""Findings on the files next to the weights in a folder: its configs, and files that could run code. No torch."""
+"""Findings on the files next to the weights of a model: its config, and files that could run code. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.adapter_config import adapter_config_faults, config_problems, factors_of_other_rank
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.faults import fault, listed, note, raise_faults
 from safe_loading._checkpoint.files import size_of
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._checkpoint.json_files import JsonFiles
-from safe_loading._checkpoint.mlx import is_mlx, mlx_problems, peft_config_of
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
-from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
-from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._checkpoint.unread_codes import unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
-from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, counted, errors_of
-from safe_loading._model.quantized.on_disk import codes_findings
+from safe_loading._core.report import Finding, counted
 
 _BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
-_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"})
-_SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
-_CORRECT = f"correct {ADAPTER_CONFIG} to what it was trained with, or {_SAVE_ADAPTER}"
 
 
 def model_findings(folder: ModelFolder, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
@@ -55,55 +45,6 @@ def refuse_index_without_metadata(folder: ModelFolder, checkpoint: Checkpoint) -
         document = folder.files.try_read(checkpoint.index.path)
         if not isinstance(document, Finding) and not isinstance(document.get("metadata"), dict):
             raise_faults(checkpoint.folder, metadata)
-
-
-def refuse_quantization(checkpoint: Checkpoint, config: JsonObject) -> None:
-    """Refuse a base whose quantizer would match patterns that may never end, or wait for codes that are not there."""
-    path = checkpoint.folder / CONFIG
-    modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
-    found = [*quantization_findings(path, config, modules), *codes_findings(path, config, checkpoint)]
-    if errors := errors_of(found):
-        raise_faults(path, errors)
-
-
-def quantization_on_disk(folder: ModelFolder, checkpoint: Checkpoint) -> list[Finding]:
-    """Return the findings of a quantization that the config names and the weights do not have, or not whole."""
-    config = folder.files.try_read(folder.path / CONFIG)
-    return [] if isinstance(config, Finding) else codes_findings(folder.path / CONFIG, config, checkpoint)
-
-
-def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: JsonFiles) -> list[Finding]:
-    """Return findings on the config of an adapter, also compared with its tensors."""
-    path = folder / ADAPTER_CONFIG
-    config = files.try_read(path)
-    if isinstance(config, Finding):
-        return [config]
-    shapes = {name: info.shape for name, info in tensors.items()}
-    if is_mlx(config):
-        if found := mlx_problems(config, shapes):
-            return [fault("adapter-config", path, found[0].partition("; ")[0], found[0].partition("; ")[2])]
-        config = peft_config_of(config, shapes)
-    problems = config_problems(config)
-    other_rank = factors_of_other_rank(config, shapes)
-    if other_rank:
-        name, rank = next(iter(other_rank.items()))
-        problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
-    findings = [fault("adapter-config", path, problem, _CORRECT) for problem in problems]
-    findings += adapter_config_faults(path, config, shapes)
-    integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in _INTEGERS]
-    if integers:
-        message = (
-            f"holds {counted(len(integers), 'LoRA factor')} as integers, which peft would cast without a warning: "
-            f"{listed(integers)}"
-        )
-        findings.append(fault("adapter-dtype", folder, message, _SAVE_ADAPTER))
-    findings += tokenizer_findings(folder, rows_of(tensors))
-    findings += trained_beside(folder)
-    if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
-        message = "names no base model (base_model_name_or_path)"
-        fix = "pass base_model= when you load it"
-        findings.append(note("warning", "adapter-base", path, message, fix))
-    return findings
 
 
 def code_findings(folder: Path, names: Sequence[str]) -> list[Finding]:

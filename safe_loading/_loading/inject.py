@@ -23,7 +23,8 @@ from safe_loading._model.zero3 import made_whole
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
-from .adapter_values import Adapter, read_tensors, value_findings
+from .adapter_file import read_tensors, value_findings
+from .adapter_values import Adapter
 from .allocation_limit import allocation_limit
 from .experts import fit_experts
 from .fused_parameters import without_conversion_by_peft

@@ -32,6 +32,7 @@ from safe_loading._model.layout.packed_modules import modules_by_headers
 from safe_loading._model.layout.ties import UntiedPair, untie_as_on_disk
 from safe_loading._model.model_config import read_generation_config
 from safe_loading._model.peft_layers import has_adapters
+from safe_loading._model.quantized.on_disk import refuse_quantization
 from safe_loading._model.size_limit import refuse_out_of_proportion
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import TorchState
@@ -46,7 +47,7 @@ from .attach_alike import attach_alike
 from .base_arguments import checked_class
 from .base_model import base_config, base_on_meta, check_fit
 from .choose_class import ChosenClass, choose_class, fitting_class
-from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
+from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .load_base import load_base, loading_findings, name_base, untied_findings
 from .report import LoadedPart

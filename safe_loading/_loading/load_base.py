@@ -15,8 +15,7 @@ from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
-from safe_loading._core.stubs import answer_no
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.quantized.request import packs_on_device

@@ -14,8 +14,7 @@ import torch
 from transformers import integrations, modeling_utils
 
 from safe_loading._core.report import counted
-from safe_loading._core.stubs import answer_no
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading.errors import ArgumentError
 
 from .tensors import tensor_places

@@ -15,7 +15,7 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
 from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted, errors_of
-from safe_loading._loading.adapter_values import read_tensors, value_findings
+from safe_loading._loading.adapter_file import read_tensors, value_findings
 from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.own_generators import own_copy_of_generators

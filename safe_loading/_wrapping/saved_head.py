@@ -11,7 +11,8 @@ from torch import nn
 
 from safe_loading._checkpoint.adapter_folder import read_adapter
 from safe_loading._checkpoint.hub import Resolved
-from safe_loading._loading.adapter_values import read_tensors, rename_keys
+from safe_loading._loading.adapter_file import read_tensors
+from safe_loading._loading.adapter_values import rename_keys
 from safe_loading.errors import AdapterError
 
 

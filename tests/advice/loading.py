@@ -17,7 +17,7 @@ _DISK = "merging/test_merge_lora_checkpoint"
 _OPTIONS = f"{_DISK}_options.py::"
 
 TAKEN: dict[str, dict[str, str]] = {
-    "_loading/adapter_values.py": {
+    "_loading/adapter_file.py": {
         "save the adapter again; dequantize": _MENDED,
         "take an earlier checkpoint": _MENDED,
         "check that the adapter was trained": OUTSIDE,
@@ -80,13 +80,15 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave device_map= out": "model/test_zero3.py::test_onto_an_accelerator_no_device_map_is_asked_for",
     },
     "_loading/check_checkpoint.py": {"convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works"},
-    "_loading/folder_findings.py": {
+    "_loading/adapter_findings.py": {
         "correct {} to what it was trained with": "checkpoint/test_check_advice.py::"
         "test_a_folder_is_sound_once_the_finding_is_mended",
         "save the adapter again": _MENDED,
+        "pass base_model=": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
+    },
+    "_loading/folder_findings.py": {
         "save the model that is inside the wrapper": _SOUND,
         "delete the one that is left over": _SOUND,
-        "pass base_model=": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
         "delete those that are not needed": _SOUND,
         "read them before you pass": OUTSIDE,
         "copy the model's config.json here": _SOUND,

@@ -38,7 +38,7 @@ from safe_loading import (
     merge_lora_inplace,
 )
 from safe_loading._core.engines import is_older
-from safe_loading._loading import adapter_values as values
+from safe_loading._loading import adapter_file as values
 from safe_loading._loading import load as steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from safe_loading._core.stubs import answer_no, answer_yes
-from safe_loading._core.thread_patches import patched, seen_here
+from safe_loading._core.thread_patches import answer_no, answer_yes, patched, seen_here
 
 from .cuda_attention import AMPERE, fused_attention
 from .cuda_scratch import ADDS_IN_PLACE, CARD, card_of

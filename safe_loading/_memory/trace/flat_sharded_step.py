@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 from safe_loading._core.names import canonical
 from safe_loading._core.spread import Spread
-from safe_loading._core.stubs import do_nothing
-from safe_loading._core.thread_patches import patched, seen_here
+from safe_loading._core.thread_patches import do_nothing, patched, seen_here
 from safe_loading._model.tensors import inventory
 from safe_loading._sharding import fsdp1
 from safe_loading._sharding.fsdp_units import ShardingUnit, plan_units

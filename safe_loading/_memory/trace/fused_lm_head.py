@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._core.stubs import answer_yes, do_nothing
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import answer_yes, do_nothing, patched
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 

@@ -24,8 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.spread import Spread
-from safe_loading._core.stubs import do_nothing
-from safe_loading._core.thread_patches import patched, seen_here
+from safe_loading._core.thread_patches import do_nothing, patched, seen_here
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.four_bit import FOUR_BIT_LAYER
 from safe_loading._sharding import fsdp2

@@ -16,8 +16,7 @@ from transformers.utils import import_utils
 
 from safe_loading._core import progress
 from safe_loading._core.interrupts import signals_held, undone
-from safe_loading._core.stubs import answer_no
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._core.walk import hidden_modules, hidden_parts
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation

@@ -20,11 +20,11 @@ from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._loading.base_arguments import for_constructor, refuse_unknown
 from safe_loading._loading.base_model import base_config, changed_config
-from safe_loading._loading.folder_findings import refuse_quantization
 from safe_loading._loading.sources import HUB_OPTIONS
 from safe_loading._model.formats.registry import format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.meta_model import build_on_meta
+from safe_loading._model.quantized.on_disk import refuse_quantization
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import ArgumentError, MergeError
 

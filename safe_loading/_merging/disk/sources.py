@@ -22,7 +22,8 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXE
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._core.report import Finding
-from safe_loading._loading.adapter_values import Adapter, digest_of
+from safe_loading._loading.adapter_file import digest_of
+from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.base_and_adapter import in_order
 from safe_loading._loading.base_arguments import check_merge_kwargs
 from safe_loading._loading.inject import prepare

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._core.stubs import do_nothing
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import do_nothing, patched
 
 _FP8 = torch.float8_e4m3fn
 _FINE_GRAINED = "transformers.integrations.finegrained_fp8"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safe_loading._checkpoint.base_config import quantization_findings
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.left_over import left_over_quantization
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.formats.packed_on_disk import packed_findings
 
 
@@ -24,3 +25,18 @@ def refuse_bad_codes(folder: ModelFolder) -> None:
     checkpoint = folder.whole_checkpoint
     if checkpoint is not None and (found := codes_findings(folder.path / CONFIG, folder.config or {}, checkpoint)):
         raise_faults(folder.path, found)
+
+
+def refuse_quantization(checkpoint: Checkpoint, config: JsonObject) -> None:
+    """Refuse a base whose quantizer would match patterns that may never end, or wait for codes that are not there."""
+    path = checkpoint.folder / CONFIG
+    modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
+    found = [*quantization_findings(path, config, modules), *codes_findings(path, config, checkpoint)]
+    if errors := errors_of(found):
+        raise_faults(path, errors)
+
+
+def quantization_on_disk(folder: ModelFolder, checkpoint: Checkpoint) -> list[Finding]:
+    """Return the findings of a quantization that the config names and the weights do not have, or not whole."""
+    config = folder.files.try_read(folder.path / CONFIG)
+    return [] if isinstance(config, Finding) else codes_findings(folder.path / CONFIG, config, checkpoint)

@@ -1,0 +1,132 @@
+"""The tensors of an adapter's file: read into memory of their own, hashed, and their values checked once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+
+from safe_loading._checkpoint.adapter_folder import AdapterFolder
+from safe_loading._checkpoint.copy_bytes import read_into
+from safe_loading._checkpoint.faults import fault, note
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.header import Header, TensorInfo
+from safe_loading._checkpoint.mlx import is_of_experts, peft_keys
+from safe_loading._core.report import Finding
+from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.tensor_values import as_buffer, value_range
+from safe_loading.errors import CheckpointError
+
+
+def read_tensors(facts: AdapterFolder) -> dict[str, torch.Tensor]:
+    """Return the adapter's tensors by their key on disk, in memory of their own.
+
+    A file that was written or cut short since its header was read, or a pickle of something other than tensors, is
+    a CheckpointError.
+    """
+    if facts.header is not None:
+        return _of_mlx(_read(facts.header)) if facts.is_mlx else _read(facts.header)
+    with open_regular(facts.weights) as file:
+        try:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
+            raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{facts.weights} does not hold a mapping of names to tensors.")
+    return tensors
+
+
+def digest_of(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return :meth:`AdapterFolder.digest` of tensors that :func:`read_tensors` has read, without another reading."""
+    if facts.header is None or facts.is_mlx:
+        return facts.digest()
+    # No byte of the file belongs to none of the tensors: its header was checked.
+    in_order = sorted(facts.header.tensors.values(), key=lambda info: (info.start, info.stop))
+    return facts.digest([facts.header.content, *(as_buffer(tensors[info.name]) for info in in_order)])
+
+
+def _of_mlx(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the factors of MLX as peft has them: transposed, those of experts apart; and a DoRA's magnitudes."""
+    found, shapes = dict[str, torch.Tensor](), {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        keys = peft_keys(name, shapes)
+        if is_of_experts(name):
+            found.update(zip(keys, tensor.view(len(keys), -1, tensor.shape[-1]), strict=True))
+        else:
+            found[keys[0]] = tensor if tensor.dim() == 1 else tensor.t().contiguous()
+    return found
+
+
+def _read(header: Header) -> dict[str, torch.Tensor]:
+    # Not mapped: a training loop saves over its adapter, and a mapped file that gets shorter ends the process (SIGBUS).
+    path = header.path
+    with open_regular(path) as file:
+        before = os.fstat(file.fileno())
+        tensors = {name: _read_tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
+        after = os.fstat(file.fileno())
+        content = file.read(header.data_start)
+    # The header once more, because a clock may be too coarse to tell two writes apart.
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or content != header.content:
+        raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
+    return tensors
+
+
+def _read_tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
+    tensor = torch.empty(info.shape, dtype=dtype)
+    read_into(descriptor, as_buffer(tensor), info.start)
+    return tensor
+
+
+def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by their key on disk, without a value of them."""
+    found = {
+        name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in header.tensors.items()
+    }
+    return _of_mlx(found) if is_mlx else found
+
+
+def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+    """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is still zero."""
+    findings, zero, candidates = [], [], 0
+    for key, tensor in tensors.items():
+        if ".lora_" in key and not tensor.is_floating_point():
+            findings.append(_integer_factor(facts, key, tensor))
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        low, high = value_range(tensor)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            findings.append(_non_finite(facts, key, tensor))
+        if ".lora_B" in key or ".lora_embedding_B" in key:
+            candidates += 1
+            if low == 0 and high == 0:
+                zero.append(key)
+    if zero:
+        effect = "the adapter changes nothing" if len(zero) == candidates else "these layers are unchanged"
+        message = f"{len(zero)} of {candidates} lora_B tensors are all zero, such as {zero[0]!r}: {effect}"
+        fix = "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP)"
+        size = sum(tensors[key].nbytes for key in zero)
+        findings.append(note("warning", "lora-b-zero", facts.weights, message, fix, size))
+    return findings
+
+
+def _integer_factor(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:
+    message = (
+        f"the tensor is {tensor.dtype}, {list(tensor.shape)}; LoRA factors are floats, and peft would cast it without "
+        f"a warning"
+    )
+    fix = "save the adapter again; dequantize a quantized one with the library that quantized it"
+    return fault("adapter-dtype", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
+
+
+def _non_finite(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:
+    values = tensor.float()
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    kind = f"{tensor.dtype}, {list(tensor.shape)}"
+    message = f"{nans} NaN and {infinities} infinite of {tensor.numel()} values ({kind})"
+    fix = "take an earlier checkpoint of the adapter"
+    return fault("non-finite", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
