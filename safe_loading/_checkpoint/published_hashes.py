@@ -7,25 +7,21 @@ does a list of `sha256sum` (`sha256sums.py`).
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note
-from .files import is_blob, open_regular, try_open
-from .sha256sums import SUMS, read_sums, sums_text
+from .files import is_blob, try_open
+from .sha256sums import GIT, SUMS, digests_of, files_in, read_sums
 from .signer import Signer, signature_findings
 from .signing_manifest import MANIFEST, Manifest, read_manifest
 
-GIT = "git-sha1"
 _BLOB_NAMES = {40: GIT, 64: "sha256"}
 _HEX = re.compile("[0-9a-f]+")
-_CHUNK = 1 << 20
 _AGAIN = "download the file again (`hf download` with --force-download), or copy it from where it is whole"
 
 
@@ -51,7 +47,7 @@ def compare_hashes(folder: Path, names: Iterable[str] | None = None, signer: Sig
     named must have signed them.
     """
     manifest = read_manifest(folder)
-    every = sorted(_files_in(folder)) if names is None else [*names]
+    every = sorted(files_in(folder)) if names is None else [*names]
     listing = manifest.digests if isinstance(manifest, Manifest) else {}
     listed_sums = read_sums(folder)
     sums = {} if isinstance(listed_sums, Finding) else listed_sums
@@ -89,31 +85,6 @@ def compare_file(path: Path, expected: Iterable[Published]) -> Iterator[Finding]
             yield fault("hash-differs", path, message, _AGAIN)
 
 
-def sums_of(folder: Path) -> str:
-    """Return the list of the SHA-256 of all files of a folder, for its ``SHA256SUMS``; each file is read once."""
-    digests = dict[str, str]()
-    for name in _files_in(folder):
-        with open_regular(folder / name) as file:
-            digests |= {name: digests_of(file, ["sha256"])["sha256"]}
-    return sums_text(digests)
-
-
-def digests_of(file: BinaryIO, algorithms: Iterable[str]) -> dict[str, str]:
-    """Return the hashes of a file in hexadecimal digits, by the algorithm's name; the file is read once."""
-    size = os.fstat(file.fileno()).st_size
-    hashes: dict[str, Any] = {}
-    for algorithm in algorithms:
-        if algorithm == GIT:  # what git hashes is the kind and the size, and then the bytes
-            hashes[algorithm] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        else:
-            hashes[algorithm] = hashlib.new(algorithm)
-    chunk = memoryview(bytearray(_CHUNK))
-    while count := file.readinto(chunk):  # type: ignore[attr-defined]  # a file opened by os.fdopen has it
-        for each in hashes.values():
-            each.update(chunk[:count])
-    return {algorithm: each.hexdigest() for algorithm, each in hashes.items()}
-
-
 def _by_its_blob(path: Path) -> Iterator[Published]:
     try:
         real = path.resolve()
@@ -127,14 +98,6 @@ def _by_its_blob(path: Path) -> Iterator[Published]:
 def _by_manifest(entry: tuple[str, str] | None) -> Iterator[Published]:
     if entry is not None:
         yield Published(*entry, MANIFEST)
-
-
-def _files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of the files in a folder and those in it, without hidden folders and the lists of hashes."""
-    for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        inside = Path(root).relative_to(folder)
-        yield from ((inside / name).as_posix() for name in files if name not in (MANIFEST, SUMS))
 
 
 def _gone(folder: Path, by: str, listing: Mapping[str, object], names: Iterable[str]) -> Iterator[Finding]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from safe_loading._core.report import Finding
 
 from .faults import fault
-from .files import not_contained, try_open
+from .files import not_contained, open_regular, try_open
+from .signing_manifest import MANIFEST
 
 SUMS = "SHA256SUMS"
+GIT = "git-sha1"  # of a small file in a hub's cache, for `digests_of`
+_CHUNK = 1 << 20
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _MOST_BYTES = 1 << 26  # a line for each of some hundred thousand files
 _AGAIN = f"write it again with `sha256sum`, or remove {SUMS}"
@@ -34,9 +39,37 @@ def read_sums(folder: Path) -> Mapping[str, str] | Finding:
         return fault("manifest", path, f"is no list of SHA-256 as sha256sum writes it: {error}", _AGAIN)
 
 
-def sums_text(digests: Mapping[str, str]) -> str:
-    """Return the list of hashes, by the files' names in their folder."""
+def sums_of(folder: Path) -> str:
+    """Return the list of the SHA-256 of all files of a folder, for its ``SHA256SUMS``; each file is read once."""
+    digests = dict[str, str]()
+    for name in files_in(folder):
+        with open_regular(folder / name) as file:
+            digests |= {name: digests_of(file, ["sha256"])["sha256"]}
     return "".join(_line(name, digest) for name, digest in sorted(digests.items()))
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Yield the names of the files in a folder and those in it, without hidden folders and the lists of hashes."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = Path(root).relative_to(folder)
+        yield from ((inside / name).as_posix() for name in files if name not in (MANIFEST, SUMS))
+
+
+def digests_of(file: BinaryIO, algorithms: Iterable[str]) -> dict[str, str]:
+    """Return the hashes of a file in hexadecimal digits, by the algorithm's name; the file is read once."""
+    size = os.fstat(file.fileno()).st_size
+    hashes: dict[str, Any] = {}
+    for algorithm in algorithms:
+        if algorithm == GIT:  # what git hashes is the kind and the size, and then the bytes
+            hashes[algorithm] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        else:
+            hashes[algorithm] = hashlib.new(algorithm)
+    chunk = memoryview(bytearray(_CHUNK))
+    while count := file.readinto(chunk):  # type: ignore[attr-defined]  # a file opened by os.fdopen has it
+        for each in hashes.values():
+            each.update(chunk[:count])
+    return {algorithm: each.hexdigest() for algorithm, each in hashes.items()}
 
 
 def _line(name: str, digest: str) -> str:

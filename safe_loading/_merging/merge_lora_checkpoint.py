@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from safe_loading._checkpoint.published_hashes import sums_of
-from safe_loading._checkpoint.sha256sums import SUMS
+from safe_loading._checkpoint.sha256sums import SUMS, sums_of
 from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.engine_names import MERGE, MergeNames

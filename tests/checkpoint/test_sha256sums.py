@@ -12,8 +12,8 @@ from models import save_adapter, save_llama
 
 from safe_loading import check_checkpoint, merge_lora_checkpoint
 from safe_loading.__main__ import main
-from safe_loading._checkpoint.published_hashes import compare_hashes, sums_of
-from safe_loading._checkpoint.sha256sums import SUMS, read_sums
+from safe_loading._checkpoint.published_hashes import compare_hashes
+from safe_loading._checkpoint.sha256sums import SUMS, read_sums, sums_of
 
 SHA256SUM = shutil.which("sha256sum")
 

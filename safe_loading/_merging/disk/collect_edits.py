@@ -23,7 +23,6 @@ from safe_loading._merging.weights.lora_layers import is_blocked, merge_targets
 from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges, why_not_merged_right
 from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward, why_computed
-from safe_loading._merging.weights.writable_tensors import equal_updates
 from safe_loading._model.peft_layers import (
     LoraModule,
     TunerModule,
@@ -159,7 +158,7 @@ class _Collector:
             if record is None:
                 continue
             first = record.updates.setdefault(name, {}).setdefault(index, update)
-            if not equal_updates(first, update):
+            if not first.equals(update):
                 self.problems.append(f"{name}: {path} and another layer change the same module. {IN_MEMORY}")
 
     def _collect_inits(self, path: str, layer: LoraModule, adapters: Sequence[Adapter]) -> None:
@@ -279,7 +278,7 @@ def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) 
     return all(
         first.by_peft is other.by_peft
         and first.updates.keys() == other.updates.keys()
-        and all(equal_updates(update, other.updates[index]) for index, update in first.updates.items())
+        and all(update.equals(other.updates[index]) for index, update in first.updates.items())
         and first.rows.keys() == other.rows.keys()
         and all(torch.equal(row, other.rows[index]) for index, row in first.rows.items())
         for other in others

@@ -76,6 +76,23 @@ class Update:
         """Whether :meth:`RowMerger.add_norms` must read the whole weight before any row can be merged."""
         return self.axis == 1 and self.has_magnitude
 
+    def equals(self, other: Update) -> bool:
+        """Return whether ``other`` adds the same to the last bit."""
+        if self is other:
+            return True
+        if self.shape != other.shape or len(self.terms) != len(other.terms):
+            return False
+        if self.has_magnitude or other.has_magnitude:
+            # An embedding takes norms of columns and the head tied to it norms of rows: equal magnitudes mean nothing.
+            return False
+        return all(
+            a.scaling == b.scaling
+            and a.left.shape == b.left.shape
+            and torch.equal(a.left, b.left)
+            and torch.equal(a.right, b.right)
+            for a, b in zip(self.terms, other.terms, strict=True)
+        )
+
 
 class RowMerger:
     """Applies an :class:`Update` to rows of its weight, block by block.

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from .lora_layers import MergeTarget
 from .rounding import DTYPES
 from .trainable_tokens import TokenRows
-from .update import Update
 from .variants import CannotMergeError
 
 
@@ -51,25 +50,7 @@ def same_change(one: MergeTarget | TokenRows, other: MergeTarget | TokenRows) ->
         return isinstance(one, TokenRows) and isinstance(other, TokenRows) and one.equals(other)
     if len(one.matrices) != len(other.matrices):
         return False
-    return all(equal_updates(a.update, b.update) for a, b in zip(one.matrices, other.matrices, strict=True))
-
-
-def equal_updates(one: Update, other: Update) -> bool:
-    """Return whether two updates add the same to the last bit."""
-    if one is other:
-        return True
-    if one.shape != other.shape or len(one.terms) != len(other.terms):
-        return False
-    if one.has_magnitude or other.has_magnitude:
-        # An embedding takes norms of columns and the head tied to it norms of rows, so equal magnitudes mean nothing.
-        return False
-    return all(
-        a.scaling == b.scaling
-        and a.left.shape == b.left.shape
-        and torch.equal(a.left, b.left)
-        and torch.equal(a.right, b.right)
-        for a, b in zip(one.terms, other.terms, strict=True)
-    )
+    return all(a.update.equals(b.update) for a, b in zip(one.matrices, other.matrices, strict=True))
 
 
 def parents_of(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, str]]]:
