@@ -10,16 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.names import method_name
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
 
-from .heads import HEADS, as_head, base_and_path, device_and_dtype_of_output, head_problems
+from .heads import HEADS, as_head, base_and_path, head_problems
 from .saved_head import saved_head
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -107,7 +109,7 @@ def attach_head(
         devices = getattr(base, "hf_device_map", None)
         if isinstance(devices, dict) and devices and "" not in devices:
             first = next(module.parameters(), None)
-            devices[name] = device_and_dtype_of_output(base)[0] if first is None else first.device
+            devices[name] = _device_and_dtype_of_output(base)[0] if first is None else first.device
         return model
 
 
@@ -162,7 +164,7 @@ def _move(
     dtype: torch.dtype | None,
     device: torch.device | str | int | None,
 ) -> None:
-    output_device, output_dtype = device_and_dtype_of_output(base)
+    output_device, output_dtype = _device_and_dtype_of_output(base)
     saved = {tensor.dtype for tensor in (state or {}).values() if tensor.is_floating_point()}
     if dtype is None:
         dtype = next(iter(saved)) if len(saved) == 1 else output_dtype
@@ -180,3 +182,18 @@ def _with_peft_wrapper(module: nn.Module, adapter: str, *, active: bool) -> nn.M
     wrapper.set_adapter(adapter if active else [])
     module_of_peft: nn.Module = wrapper
     return module_of_peft
+
+
+def _device_and_dtype_of_output(base: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype of the last hidden states of a model, which are those of its output layer."""
+    layer: object = embeddings_and_head_of(base).head
+    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    # A model without an output layer, such as an encoder, ends in its last layer, whose parameters are usually last.
+    weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
+    if not weights:
+        return torch.device("cpu"), torch.get_default_dtype()
+    # The weights of a layer that accelerate offloads are on meta; its hook tells where the layer computes.
+    hook = getattr(layer, "_hf_hook", None)
+    execution_device = getattr(hook, "execution_device", None)
+    device = torch.device(weights[0].device if execution_device is None else execution_device)
+    return device, next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)

@@ -11,8 +11,6 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-
 HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
 # peft lists both in modules_to_save of every sequence classifier, which has one of them.
 _EITHER_NAME = frozenset({"classifier", "score"})
@@ -42,21 +40,6 @@ def base_and_path(model: nn.Module) -> tuple[nn.Module, str]:
         return model, ""
     base: nn.Module = model.get_base_model()
     return base, next(path for path, module in model.named_modules() if module is base) + "."
-
-
-def device_and_dtype_of_output(base: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and the dtype of the last hidden states of a model, which are those of its output layer."""
-    layer: object = embeddings_and_head_of(base).head
-    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
-    # A model without an output layer, such as an encoder, ends in its last layer, whose parameters are usually last.
-    weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
-    if not weights:
-        return torch.device("cpu"), torch.get_default_dtype()
-    # The weights of a layer that accelerate offloads are on meta; its hook tells where the layer computes.
-    hook = getattr(layer, "_hf_hook", None)
-    execution_device = getattr(hook, "execution_device", None)
-    device = torch.device(weights[0].device if execution_device is None else execution_device)
-    return device, next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
 
 
 def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Module) -> list[str]:
