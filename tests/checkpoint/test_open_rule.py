@@ -16,7 +16,7 @@ import safe_loading
 PACKAGE = Path(safe_loading.__file__).parent
 OPENS = {"open", "read_text", "read_bytes", "safe_open", "load_file", "fromfile", "from_file"}
 
-THE_RULE = {"_checkpoint/files.py": 1, "_loading/adapter_values.py": 1}  # torch.load of what open_regular opened
+THE_RULE = {"_checkpoint/files.py": 1, "_loading/adapter_file.py": 1}  # torch.load of what open_regular opened
 # {file: (calls, what they open)}
 OTHER_FILES = {
     "__main__.py": (1, "/dev/null, in the place of a pipe that was closed"),
