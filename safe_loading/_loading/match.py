@@ -39,6 +39,7 @@ class Match:
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 _LAYER_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+_BASE_OF_ITS_OWN = "load it onto a base of its own (load_peft_on_rank)"
 _RIGHT_BASE = "pass the base that the adapter was trained on"
 
 
@@ -70,7 +71,8 @@ def match_tensors(
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
     if without_slot:
         _match_base_weights(model, name, file, without_slot, embeddings, match)
-    match.findings.extend(_missing(file, slots, routed))
+    match.findings.extend(_filled_twice(file, slots, match.values))
+    match.findings.extend(_missing(file, slots, routed, later=len(model.peft_config) > 1))
     match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
     return match
@@ -188,8 +190,23 @@ def _shared(file: str, key: str, name: str, value: torch.Tensor) -> Finding:
         f"the adapters of the model share this tensor, and the file has other values than the adapters that are "
         f"loaded; peft would overwrite theirs with those of {name!r}"
     )
-    fix = "load it onto a base of its own (load_peft_on_rank)"
-    return fault("shared-tensor-differs", f"{file}: {key}", message, fix, value.nbytes)
+    return fault("shared-tensor-differs", f"{file}: {key}", message, _BASE_OF_ITS_OWN, value.nbytes)
+
+
+def _filled_twice(file: str, slots: Mapping[str, AdapterSlot], values: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
+    """Yield findings on tensors of a file that differ, where the model has one for them: the later would stay.
+
+    An adapter that trains other tokens in the head than in the embeddings is such a file, where an adapter that trains
+    the same in both was there before. Of LoRA a tied head has the transposed factors.
+    """
+    first_key: dict[int, str] = {}
+    for key, value in values.items():
+        other = first_key.setdefault(slots[key].storage, key)
+        if other != key and not any(
+            _same_values(each, value) for each in (values[other], values[other].transpose(0, -1))
+        ):
+            message = f"the adapters before tie this tensor to {other}, and the file has other values for each"
+            yield fault("shared-tensor-differs", f"{file}: {key}", message, _BASE_OF_ITS_OWN, value.nbytes)
 
 
 def _changes_base_of(others: Sequence[str], file: str, key: str, name: str, value: torch.Tensor) -> Finding:
@@ -198,8 +215,7 @@ def _changes_base_of(others: Sequence[str], file: str, key: str, name: str, valu
         f"the file of {name!r} has other values for this weight of the base, on which {list(others)} run, so these "
         f"adapters would compute something else from then on"
     )
-    fix = "load it onto a base of its own (load_peft_on_rank)"
-    return fault("base-changed-again", f"{file}: {key}", message, fix, value.nbytes)
+    return fault("base-changed-again", f"{file}: {key}", message, _BASE_OF_ITS_OWN, value.nbytes)
 
 
 def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:
@@ -257,8 +273,7 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
             message = (
                 f"ensure_weight_tying ties {name!r} for the first adapter of a model alone, and this is a later one"
             )
-            fix = "load it onto a base of its own (load_peft_on_rank)"
-            return fault("target-not-covered", f"{file}: {key}", message, fix)
+            return fault("target-not-covered", f"{file}: {key}", message, _BASE_OF_ITS_OWN)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "
             f"nowhere to go"
@@ -292,9 +307,11 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     return ", ".join(without_peft_prefix(f"{parent}.{child}").lstrip(".") for child in similar) or "none"
 
 
-def _missing(file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors) -> list[Finding]:
+def _missing(file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors, *, later: bool) -> list[Finding]:
     message = "modules_to_save (or trainable tokens) in the config requires this tensor, and the file does not have it"
     fix = "save the adapter again with save_pretrained, or take the module out of the config"
+    if later:  # of a tied part that adapters before have apart, the file has one
+        fix = f"{_BASE_OF_ITS_OWN}; or {fix}"
     findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in routed.missing]
     # Tied slots share one storage: one tensor of the file fills all of them.
     filled = {slots[key].storage for key in routed.tensors if key in slots}

@@ -53,6 +53,25 @@ def test_tokens_that_a_later_adapter_trains_reach_the_tied_head(tmp_path: Path) 
     assert torch.allclose(logits(merge_lora_inplace(model)), truths[1], atol=1e-5)
 
 
+def test_other_tokens_in_the_head_than_in_the_embeddings_need_a_head_of_their_own(tmp_path: Path) -> None:
+    """The first adapter decides whether the two are tied, and peft puts the tokens of the second over one another."""
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    options: dict[str, Any] = {"target_modules": ["q_proj"]}
+    rows = {"same": {"embed_tokens": [1, 2], "lm_head": [1, 2]}, "apart": {"embed_tokens": [3, 4], "lm_head": [5, 6]}}
+    folders = {
+        name: save_trained(Method("LoraConfig", {**options, "trainable_token_indices": each}), base, tmp_path / name)
+        for name, each in rows.items()
+    }
+    for first, second in (("same", "apart"), ("apart", "same")):
+        model = load_peft_on_rank(base, folders[first])
+        before = state(model)
+        with pytest.raises(AdapterError, match="load it onto a base of its own"):
+            load_adapter_on_rank(model, folders[second], "second")
+        assert state(model) == before
+        truth = logits(two_steps(folders[second], base))
+        assert torch.equal(logits(load_peft_on_rank(base, folders[second])), truth)  # the advice
+
+
 def test_values_for_the_base_that_would_change_other_adapters_are_refused(tmp_path: Path) -> None:
     """T5's embeddings of encoder and decoder are tied to saved ones, and peft writes them over the base's."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 40}
