@@ -12,7 +12,10 @@ from torch import nn
 from safe_loading._core.names import method_name
 from safe_loading.errors import ArgumentError
 
+from .moved_units import units_stay
+
 _MERGES = ("merge_and_unload", "merge_adapter")
+_UNLOAD = "unload"
 _ROAD = (
     "Save the adapter with save_pretrained on every rank, and merge it on disk with merge_lora_checkpoint(base, "
     "adapter, output)"
@@ -43,10 +46,13 @@ def guard_merges(model: nn.Module, version: int) -> None:
     tuner = getattr(model, "base_model", None)
     if not hasattr(model, "peft_config") or not isinstance(tuner, nn.Module):
         return
-    for name in (*_MERGES, *(["unload"] if version == 1 else [])):
-        if callable(method := getattr(tuner, name, None)):
-            replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
-            tuner.__dict__[name] = replacement
+    for name in (*_MERGES, _UNLOAD):
+        if not callable(method := getattr(tuner, name, None)):
+            continue
+        if version == 1:
+            tuner.__dict__[name] = functools.partial(_refuse_flat, name)
+        else:
+            tuner.__dict__[name] = _unloading(tuner, method) if name == _UNLOAD else _guarded(tuner, name, method)
 
 
 def _refuse_flat(name: str, *args: object, **options: object) -> None:
@@ -66,9 +72,19 @@ def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[.
                 f"shards. {_ROAD}. The reasons:",
                 problems,
             )
-        return method(*args, **options)
+        with units_stay(tuner.model):
+            return method(*args, **options)
 
     return merge
+
+
+def _unloading(tuner: Any, method: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(method)
+    def unload(*args: Any, **options: Any) -> object:
+        with units_stay(tuner.model):
+            return method(*args, **options)
+
+    return unload
 
 
 def _assigned_kinds(tuner: Any) -> Iterator[str]:

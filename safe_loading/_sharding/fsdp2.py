@@ -143,7 +143,7 @@ def wrap(
         )
         for target in targets:
             sharded: Any = type(target)
-            target.__class__ = _under_its_name(sharded)
+            target.__class__ = class_of_unit(sharded.__mro__[2])  # FSDP<name>, FSDPModule, <name>
 
     for unit in units:
         is_root = unit.modules == ("",)
@@ -166,12 +166,11 @@ def let_generate_wait(model: nn.Module) -> None:
 
 
 @functools.cache
-def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
-    """Return the class that ``fully_shard`` made of another, under the name of that other.
+def class_of_unit(plain: type[Any]) -> type[nn.Module]:
+    """Return the class that ``fully_shard`` makes of another, under the name of that other.
 
     Engines look classes up by name: accelerate finds the layers to wrap and to checkpoint so, transformers the loss.
     """
-    plain = sharded.__mro__[2]  # FSDP<name>, FSDPModule, <name>
     names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {"__deepcopy__": _refuse_copy, **names}
     return types.new_class(plain.__name__, (FSDPModule, plain), exec_body=lambda namespace: namespace.update(own))

@@ -26,7 +26,7 @@ def model_as_before(model: nn.Module, others: Iterable[object] = (), *, generato
     """
     # the attributes of the parameters too: FSDP2 numbers those on meta, which it is given themselves
     modules, snapshot = [*model.modules()], Snapshot(model, others=(*model.parameters(), *others))
-    torch_state, states = TorchState(generator=generator), _states_of_fsdp2()
+    torch_state, states = TorchState(generator=generator), states_of_fsdp2()
     before = {module: states[module] for module in modules if module in states}
 
     def undo() -> None:
@@ -40,6 +40,6 @@ def model_as_before(model: nn.Module, others: Iterable[object] = (), *, generato
         yield
 
 
-def _states_of_fsdp2() -> Any:
+def states_of_fsdp2() -> Any:
     """Return the registry in which ``fully_shard`` has its state of each module, which it refuses a second time."""
     return getattr(importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping", {})

@@ -1,0 +1,53 @@
+"""Adapters around units of FSDP2 that peft takes off after the wrap: the base computes and trains as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import needs
+from fsdp_cases import NOTHING, differences, inputs, llama, reference, step
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+
+from safe_loading import wrap_fsdp_meta_safe
+
+pytestmark = [needs("peft", "0.21"), pytest.mark.usefixtures("one_rank")]
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "DoRA": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+}
+
+
+def adapted(**options: Any) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(
+        reference(lambda: llama(num_hidden_layers=2)),
+        LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "init_lora_weights": False, **options}),
+    )
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_base_without_its_adapters_is_that_of_one_process(name: str, method: str, ran: bool) -> None:
+    if name == "DoRA" and method == "merge_and_unload":
+        pytest.skip("refused: peft merges DoRA by assigning weights that never reach the shards")
+    one, model = adapted(**ADAPTERS[name]), wrap_fsdp_meta_safe(adapted(**ADAPTERS[name]))
+    if ran:
+        step(one, inputs("llama")), step(model, inputs("llama"))
+        model.zero_grad()
+    one, model = (getattr(each, method)().requires_grad_(True) for each in (one, model))
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, FSDPModule)
+    for each in (one, model):
+        each.zero_grad()
+    assert differences(one, model, inputs("llama")) == NOTHING
+    with torch.no_grad():
+        model(**inputs("llama"))
+    assert type(embeddings.weight).__name__ == "DTensor"  # freed after the forward pass, as before
