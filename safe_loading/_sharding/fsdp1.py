@@ -30,6 +30,7 @@ from safe_loading.errors import ArgumentError
 from .fsdp2 import FORWARD_METHODS
 from .fsdp_units import ShardingUnit
 from .local_shard import ElementRange
+from .parameters import copy_attributes
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -216,6 +217,7 @@ def _without_memory(device: torch.device) -> Callable[[nn.Module], None]:
                     empty = torch.empty_like(parameter, device=device)
                     empty.untyped_storage().resize_(0)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    copy_attributes(parameter, made[parameter])
                 module._parameters[name] = made[parameter]
 
     return param_init_fn

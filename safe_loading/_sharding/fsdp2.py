@@ -27,6 +27,7 @@ from safe_loading.errors import ArgumentError, DeviceError
 
 from .fsdp_units import ShardingUnit
 from .local_shard import ElementRange
+from .parameters import copy_attributes
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")
@@ -68,6 +69,11 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
             problems.append(
                 f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
                 f"wrap_fsdp_meta_safe"
+            )
+        elif not len(tensor) and tensor.requires_grad:
+            problems.append(
+                f"{name} {list(tensor.shape)} has no rows, and torch reduces no gradient without elements: freeze it "
+                f"with requires_grad_(False)"
             )
         elif len(tensor) and not tensor.numel():  # torch splits a tensor without rows
             problems.append(
@@ -229,4 +235,6 @@ def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor
         # not from_local, which would move a shard that is offloaded to the host to the device of the mesh
         make: Callable[..., torch.Tensor] = DTensor  # torch annotates the arguments of a subclass of Tensor only
         tensor = make(shard, sharded._spec, requires_grad=False)
-        parameter.put(nn.Parameter(tensor, requires_grad=parameter.tensor.requires_grad))
+        installed = nn.Parameter(tensor, requires_grad=parameter.tensor.requires_grad)
+        copy_attributes(parameter.tensor, installed)
+        parameter.put(installed)

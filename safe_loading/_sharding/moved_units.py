@@ -1,7 +1,7 @@
 """Moves units of FSDP2 to the modules that take the place of theirs, as peft's methods do that give a base back.
 
-A unit is gathered by hooks on its own modules. Where that is peft's layer around an embedding or a head, the hooks would
-go with it, and nothing would gather the weights of the layer that stays.
+A unit is gathered by hooks on its own modules. Where that is peft's layer around an embedding or a head, the hooks
+would go with it, and nothing would gather the weights of the layer that stays.
 """
 
 from __future__ import annotations

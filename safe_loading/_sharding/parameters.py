@@ -5,13 +5,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from safe_loading._core.names import canonical
+from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.tensors import ModelTensor, inventory
 from safe_loading.errors import ArgumentError
 
 Ignored = nn.Module | nn.Parameter | str
+# Attributes of parameters that hold for the very tensor: numbers of FSDP2, and marks of a load.
+_OF_ENGINES = ("_fsdp", "_is_hf_initialized", "_from_folder_of_safe_loading", "_sharing_of_safe_loading")
 
 
 def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
@@ -22,6 +26,31 @@ def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
 def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the buffers of a model, each once, under their canonical names."""
     return tuple(_canonical(tensor) for tensor in inventory(model) if tensor.is_buffer)
+
+
+def gradient_hook_problems(parameters: Iterable[ModelTensor]) -> list[str]:
+    """Return a problem for each trained parameter with hooks on its gradient.
+
+    FSDP trains other tensors in place of the parameters, and the hooks would never be called.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # a look at a parameter without weights would read them
+        hooked = [
+            each.name
+            for each in parameters
+            if each.tensor.requires_grad
+            and (each.tensor._backward_hooks or getattr(each.tensor, "_post_accumulate_grad_hooks", None))
+        ]
+    return [
+        f"{name} has a hook on its gradient, which would never be called: remove the hook, and change .grad between "
+        f"backward() and the optimizer's step"
+        for name in hooked
+    ]
+
+
+def copy_attributes(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy what code has noted with a parameter (``_no_weight_decay``) to the one that takes its place."""
+    if not is_four_bit(tensor):  # what it has belongs to its codes
+        vars(target).update({name: note for name, note in vars(tensor).items() if not name.startswith(_OF_ENGINES)})
 
 
 def _canonical(tensor: ModelTensor) -> ModelTensor:

@@ -27,6 +27,7 @@ from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
 from .local_shard import ElementRange, LocalShard
 from .mesh import WrapMesh, make_mesh
+from .parameters import copy_attributes
 from .same_batch import compare_first_batch
 from .scatter import send_root_values, warm_up
 from .setup import Setup
@@ -239,7 +240,9 @@ def _move_to_meta(setup: Setup) -> None:
     for each in setup.tensors.sharded:
         if not each.is_meta or is_four_bit(each.tensor):  # FSDP splits a plain parameter
             empty = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="meta")
-            each.put(nn.Parameter(empty, requires_grad=each.tensor.requires_grad))
+            parameter = nn.Parameter(empty, requires_grad=each.tensor.requires_grad)
+            copy_attributes(each.tensor, parameter)
+            each.put(parameter)
 
 
 def _put_replicated(setup: Setup, replicated: Mapping[str, torch.Tensor]) -> None:
@@ -248,9 +251,11 @@ def _put_replicated(setup: Setup, replicated: Mapping[str, torch.Tensor]) -> Non
         tensor = replicated.get(each.name)
         if tensor is None and not each.is_meta and each.tensor.device != setup.where.device:
             tensor = each.tensor.to(setup.where.device)
+        if tensor is not None and isinstance(each.tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=each.tensor.requires_grad)
+            copy_attributes(each.tensor, tensor)
         if tensor is not None:
-            is_parameter = isinstance(each.tensor, nn.Parameter)
-            each.put(nn.Parameter(tensor, requires_grad=each.tensor.requires_grad) if is_parameter else tensor)
+            each.put(tensor)
 
 
 def _parameters_to_ignore(setup: Setup) -> set[nn.Parameter]:

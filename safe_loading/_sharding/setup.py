@@ -32,7 +32,14 @@ from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .mesh import WrapPlace, is_tensor_parallel
 from .new_values import InitNew
-from .parameters import Ignored, buffers_of, described, ignored_parameters, parameters_of
+from .parameters import (
+    Ignored,
+    buffers_of,
+    described,
+    gradient_hook_problems,
+    ignored_parameters,
+    parameters_of,
+)
 from .plain_attributes import refuse_attributes_on_meta
 from .tensor_split import TensorSplit
 
@@ -219,6 +226,7 @@ def assign_roles(
     )
     problems = [
         *past_hooks(model),
+        *gradient_hook_problems(roles.parameters),
         *_in_eight_bits(roles.sharded),
         *_split_by_zero3(model),
         *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),
@@ -250,7 +258,7 @@ def resolve_options(
     version: int,
     mp_policy: object,
     offload_policy: object,
-    device: torch.device,
+    where: WrapPlace,
     before: Wrapped | None,
     *,
     verify: str,
@@ -262,12 +270,17 @@ def resolve_options(
         mp_policy = before.mixed_precision if mp_policy is None else mp_policy
         offload_policy = before.offload if offload_policy is None else offload_policy
         reshard_after_forward = before.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
-        raise ArgumentError(f"reshard_after_forward={reshard_after_forward!r}: pass a bool, a number of ranks or None.")
+    is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    divides = is_number and reshard_after_forward in [n for n in range(1, where.shards + 1) if where.shards % n == 0]
+    if not (divides or isinstance(reshard_after_forward, bool | None)):
+        raise ArgumentError(
+            f"reshard_after_forward={reshard_after_forward!r}: pass a bool, a number of ranks or None. A number must "
+            f"divide {where.shards}, the number of ranks over which a parameter is sharded."
+        )
     if version == 1 and reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ArgumentError(f"reshard_after_forward={reshard_after_forward}: FSDP1 takes a bool or None.")
     fsdp = fsdp2 if version == 2 else fsdp1
-    precision, offload = fsdp.mixed_precision_policy(mp_policy), fsdp.offload_policy(offload_policy, device)
+    precision, offload = fsdp.mixed_precision_policy(mp_policy), fsdp.offload_policy(offload_policy, where.device)
     return WrapOptions(version, precision, offload, verify, timeout, reshard_after_forward)
 
 

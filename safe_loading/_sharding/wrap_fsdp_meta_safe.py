@@ -146,7 +146,7 @@ def wrap_fsdp_meta_safe(
             version,
             mp_policy,
             offload_policy,
-            where.device,
+            where,
             before,
             verify=verify,
             timeout=timeout,

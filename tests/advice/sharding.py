@@ -89,7 +89,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "make it with init_device_mesh": _ROADS,
     },
     "_sharding/new_values.py": {"Attach it to a base with weights": _PEFT},
-    "_sharding/parameters.py": {"pass modules, parameters": _SHARDED},
+    "_sharding/parameters.py": {
+        "pass modules, parameters": _SHARDED,
+        "remove the hook": "sharding/test_parameter_notes.py::test_hooks_on_gradients_are_refused_by_name",
+    },
     "_sharding/prepare.py": {
         "launch with `accelerate launch": "sharding/test_launched_scripts.py::"
         "test_the_script_of_the_tutorial_gives_what_it_gives_without_the_line",

@@ -123,6 +123,19 @@ case(
     "codes", lambda: load(folder=packed),
     lambda: (prepared(accelerator(), on_packed(outside)), on_packed(outside)),
 )
+
+def hooked(block):
+    model = load(block)
+    handles = [model.lm_head.weight.register_hook(lambda grad: 2 * grad)]
+    return model, handles
+def without_hook():
+    model, (handle,) = hooked(load_at_prepare)
+    handle.remove()
+    return model
+case(
+    "hooks", lambda: prepared(accelerator(), hooked(load_at_prepare)[0]),
+    lambda: (prepared(accelerator(), without_hook()), load(outside)),
+)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -153,6 +166,7 @@ ADVICE = {
     "two in a call": "one sharded model a call; call prepare once for each",
     "several in one": "load them outside of it",
     "options": "Leave them out, or make this call outside of load_at_prepare()",
+    "hooks": "lm_head.weight has a hook on its gradient, which would never be called: remove the hook",
     "codes": "Make this call outside of it",
 }
 

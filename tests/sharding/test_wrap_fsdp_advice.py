@@ -43,6 +43,16 @@ def with_parameter(model: Any, value: torch.Tensor) -> Any:
     return model
 
 
+def with_scale(model: Any, dtype: torch.dtype) -> Any:
+    with_parameter(model.model.layers[0], torch.ones(1, dtype=dtype))
+    return model
+
+
+def with_frozen(model: Any, value: torch.Tensor) -> Any:
+    with_parameter(model, value).value.requires_grad_(False)
+    return model
+
+
 def with_head(model: Any) -> Any:
     with torch.device("meta"):
         model.value = nn.Linear(32, 3)
@@ -93,6 +103,11 @@ CASES: dict[str, Case] = {
         lambda f: wrapped(f, reshard_after_forward="yes"),
         "pass a bool, a number of ranks or None",
         tuple(lambda f, free=free: wrapped(f, reshard_after_forward=free) for free in (True, False, None)),
+    ),
+    "freed to more ranks than there are": Case(
+        lambda f: wrapped(f, reshard_after_forward=2),
+        "a number of ranks or None. A number must divide 1, ",
+        tuple(lambda f, free=free: wrapped(f, reshard_after_forward=free) for free in (1, True, None)),
     ),
     "no mesh": Case(
         lambda f: wrapped(f, mesh="all"),
@@ -183,6 +198,11 @@ CASES: dict[str, Case] = {
         )
         for version in any_of((2, 1))
     },
+    "no rows": Case(
+        lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(0, 4))),
+        r"value \[0, 4\] has no rows, .*: freeze it with requires_grad_\(False\)",
+        (lambda f: wrap_fsdp_meta_safe(with_frozen(LlamaForCausalLM.from_pretrained(f), torch.ones(0, 4))),),
+    ),
     "rows without elements": Case(
         lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(4, 0))),
         r"value \[4, 0\] has rows without elements: pass it in ignored_params=",
@@ -217,11 +237,9 @@ CASES: dict[str, Case] = {
         ),
     ),
     "another dtype": Case(
-        lambda f: wrap_fsdp_meta_safe(
-            with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1, dtype=torch.float64))
-        ),
+        lambda f: wrap_fsdp_meta_safe(with_scale(LlamaForCausalLM.from_pretrained(f), torch.float64)),
         "cast them, or pass auto_wrap_policy= with units of one dtype each",
-        (lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1))),),
+        (lambda f: wrap_fsdp_meta_safe(with_scale(LlamaForCausalLM.from_pretrained(f), torch.float32)),),
     ),
     "a buffer on meta": Case(
         lambda f: wrap_fsdp_meta_safe(with_buffer(on_meta(f), torch.ones(3, device="meta")), f),
