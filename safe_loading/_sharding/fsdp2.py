@@ -209,15 +209,17 @@ def _is_a(model: nn.Module, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(model).__mro__)
 
 
-def register_methods(model: nn.Module) -> None:
-    """Let the root gather its parameters before methods that bypass its forward."""
+def register_methods(model: nn.Module) -> list[str]:
+    """Let the root gather its parameters before methods that bypass its forward; return their names."""
     if _is_a(model, "PreTrainedModel"):
-        return  # its methods compute through self(...)
+        return []  # its methods compute through self(...)
     # the other methods of a PeftModel compute through self(...) too; its generate is that of the model inside
-    for name in ("generate",) if is_peft_model(model) else FORWARD_METHODS:
-        method = getattr(type(model), name, None)
-        if callable(method) and not isinstance(method, type):
-            register_fsdp_forward_method(model, name)
+    names = ("generate",) if is_peft_model(model) else FORWARD_METHODS
+    found = [(name, getattr(type(model), name, None)) for name in names]
+    methods = [name for name, method in found if callable(method) and not isinstance(method, type)]
+    for name in methods:
+        register_fsdp_forward_method(model, name)
+    return methods
 
 
 def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor]) -> None:

@@ -52,4 +52,5 @@ def _move(old: Any, new: nn.Module) -> None:
             getattr(new, registry)[number] = getattr(old, registry).pop(number)
     states[new] = states.pop(old)
     state._modules = tuple(new if module is old else module for module in state._modules)
-    new.__class__ = class_of_unit(type(new))
+    plain: Any = type(new)
+    new.__class__ = class_of_unit(plain)

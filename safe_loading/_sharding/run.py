@@ -25,6 +25,7 @@ from .buffers import compute_buffers
 from .checkpoint_folder import Folder, open_folder
 from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
+from .freed_after_passes import free_after_passes
 from .local_shard import ElementRange, LocalShard
 from .mesh import WrapMesh, make_mesh
 from .parameters import copy_attributes
@@ -180,7 +181,10 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
             compute_in_parts(setup, job.mesh.tensor)
         fsdp2.wrap(setup.model, setup.units, job.mesh.fsdp, *policies)
         fsdp2.install(sharded, local)
-        fsdp2.register_methods(setup.model)
+        methods = fsdp2.register_methods(setup.model)
+        if not setup.tensors.left_alone:  # a second call finds the hooks of the first
+            base = fsdp2.base_of_adapters(setup.model)
+            free_after_passes(setup.model, [setup.model, *([base] if base is not None else [])], methods)
         if job.mesh.tensor is not None:
             compare_first_batch(setup.model, job.ranks, setup.where.mesh_sizes, setup.how.timeout)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))

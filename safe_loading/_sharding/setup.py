@@ -270,9 +270,7 @@ def resolve_options(
         mp_policy = before.mixed_precision if mp_policy is None else mp_policy
         offload_policy = before.offload if offload_policy is None else offload_policy
         reshard_after_forward = before.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-    is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    divides = is_number and reshard_after_forward in [n for n in range(1, where.shards + 1) if where.shards % n == 0]
-    if not (divides or isinstance(reshard_after_forward, bool | None)):
+    if not isinstance(reshard_after_forward, int | None) or not _divides(reshard_after_forward, where.shards):
         raise ArgumentError(
             f"reshard_after_forward={reshard_after_forward!r}: pass a bool, a number of ranks or None. A number must "
             f"divide {where.shards}, the number of ranks over which a parameter is sharded."
@@ -282,6 +280,11 @@ def resolve_options(
     fsdp = fsdp2 if version == 2 else fsdp1
     precision, offload = fsdp.mixed_precision_policy(mp_policy), fsdp.offload_policy(offload_policy, where.device)
     return WrapOptions(version, precision, offload, verify, timeout, reshard_after_forward)
+
+
+def _divides(number: bool | int | None, shards: int) -> bool:
+    """Return whether FSDP2 can split a unit over that many ranks between the passes, where it is told a number."""
+    return isinstance(number, bool | None) or (number > 0 and shards % number == 0)
 
 
 def folders_seen(values: ValueOrigin) -> dict[str, FolderSeen]:

@@ -1,0 +1,89 @@
+"""Frees what a pass without gradients has gathered, so that ``model.parameters()`` are the shards again.
+
+FSDP2 keeps the root, and units that are told to stay, until the backward pass. After an evaluation there is none, and
+an optimizer made then would train gathered copies, which the next step throws away without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_GENERATE = "generate"
+
+
+class FreedAfterPasses:
+    """The pass that a model makes at the moment; it begins and ends with the outermost call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls = 0  # that are running, one inside the other
+        self._gathered: set[FSDPModule] | None = None  # the units that are left as they were; None frees nothing
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        """Note before a forward pass which units are gathered already, for a backward pass that is still to come."""
+        self._begin(without_gradients=not torch.is_grad_enabled())
+
+    def end(self, module: nn.Module, args: object, output: object) -> None:
+        """Free the others after it."""
+        if torch.compiler.is_compiling():
+            return
+        self._calls -= 1
+        if self._calls == 0 and self._gathered is not None:
+            for unit in _gathered_units(self._model) - self._gathered:
+                unit.reshard()
+
+    def _begin(self, *, without_gradients: bool) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._calls += 1
+        if self._calls == 1:
+            self._gathered = _gathered_units(self._model) if without_gradients else None
+
+    def around(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a method that makes one pass: each token of ``generate`` is a forward pass inside of it."""
+
+        @functools.wraps(method)
+        def one_pass(*args: Any, **options: Any) -> Any:
+            with self._pass(without_gradients=name == _GENERATE or not torch.is_grad_enabled()):
+                return method(*args, **options)
+
+        return one_pass
+
+    @contextlib.contextmanager
+    def _pass(self, *, without_gradients: bool) -> Iterator[None]:
+        self._begin(without_gradients=without_gradients)
+        try:
+            yield
+        finally:
+            self.end(self._model, (), None)
+
+
+def free_after_passes(model: nn.Module, roots: Sequence[nn.Module], methods: Sequence[str]) -> None:
+    """Let a wrapped model free after passes without gradients what they have gathered.
+
+    ``roots`` are the modules whose forward is a whole pass, and ``methods`` the other methods of ``model`` that are.
+    """
+    passes = FreedAfterPasses(model)
+    for root in roots:
+        root.register_forward_pre_hook(passes.begin, prepend=True)
+        root.register_forward_hook(passes.end, always_call=True)
+    for module in model.modules():
+        for name in dict.fromkeys((_GENERATE, *(methods if module is model else ()))):
+            if callable(method := getattr(module, name, None)) and not isinstance(method, nn.Module):
+                module.__dict__[name] = passes.around(method, name)
+
+
+def _gathered_units(model: nn.Module) -> set[FSDPModule]:
+    return {module for module in model.modules() if isinstance(module, FSDPModule) and _is_gathered(module)}
+
+
+def _is_gathered(unit: FSDPModule) -> bool:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and not group.is_sharded  # whole, or split over fewer ranks
