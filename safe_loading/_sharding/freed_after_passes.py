@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class FreedAfterPasses:
     """The pass that a model makes at the moment; it begins and ends with the outermost call."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model: Any = model  # torch's stubs do not know that it is a unit
         self._calls = 0  # that are running, one inside the other
         self._gathered: set[FSDPModule] | None = None  # the units that are left as they were; None frees nothing
 
@@ -46,12 +47,19 @@ class FreedAfterPasses:
         if self._calls == 1:
             self._gathered = _gathered_units(self._model) if without_gradients else None
 
-    def around(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def around(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return a method that makes one pass: each token of ``generate`` is a forward pass inside of it."""
+        method: Callable[..., Any] = getattr(module, name)
 
         @functools.wraps(method)
         def one_pass(*args: Any, **options: Any) -> Any:
-            with self._pass(without_gradients=name == _GENERATE or not torch.is_grad_enabled()):
+            generates = name == _GENERATE
+            with self._pass(without_gradients=generates or not torch.is_grad_enabled()):
+                if generates and isinstance(module, FSDPModule):
+                    # Images, and the input of an encoder, are encoded before the first forward pass. torch is told
+                    # which module is the root first, or it would take the first unit that runs for one.
+                    self._model._get_fsdp_state()._lazy_init()
+                    module.unshard()
                 return method(*args, **options)
 
         return one_pass
@@ -76,8 +84,8 @@ def free_after_passes(model: nn.Module, roots: Sequence[nn.Module], methods: Seq
         root.register_forward_hook(passes.end, always_call=True)
     for module in model.modules():
         for name in dict.fromkeys((_GENERATE, *(methods if module is model else ()))):
-            if callable(method := getattr(module, name, None)) and not isinstance(method, nn.Module):
-                module.__dict__[name] = passes.around(method, name)
+            if inspect.isroutine(getattr(module, name, None)):
+                module.__dict__[name] = passes.around(module, name)
 
 
 def _gathered_units(model: nn.Module) -> set[FSDPModule]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines import needs
-from fsdp_cases import NOTHING, compared, inputs, last_of_two_losses, llama, reference, step
+from fsdp_cases import NOTHING, compared, inputs, last_of_two_losses, llama, llava, reference, step
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -54,6 +54,31 @@ def test_an_optimizer_may_be_made_after_an_evaluation(
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert_optimizer_sharded(torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), model)
     assert last_of_two_losses(model) == last_of_two_losses(one)
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 24, "d_kv": 6, "d_ff": 30, "num_layers": 2, "num_heads": 4, "vocab_size": 251}
+    return T5ForConditionalGeneration, T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("make", "layer"), [(llava, "q_proj"), (t5, "q")])
+def test_generate_is_that_of_one_process_before_any_other_pass(make: Callable[[], Any], layer: str, lora: bool) -> None:
+    """It encodes images, and the input of a decoder, before the first forward pass of the model."""
+    batch = {name: value for name, value in inputs(make.__name__).items() if name != "labels"}
+
+    def made() -> Any:
+        model = reference(make).eval()
+        return get_peft_model(model, LoraConfig(target_modules=[layer], lora_dropout=0.0)).eval() if lora else model
+
+    def tokens(model: Any) -> Any:
+        return model.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    model = wrap_fsdp_meta_safe(made())
+    assert torch.equal(tokens(model), tokens(made()))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_gradients_are_zeroed_after_an_evaluation() -> None:
