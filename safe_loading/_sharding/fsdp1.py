@@ -27,10 +27,9 @@ from safe_loading._model.formats.four_bit import FLOAT_STORAGE, is_four_bit
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
-from .fsdp2 import FORWARD_METHODS
+from .fsdp2 import FORWARD_METHODS, copy_attributes
 from .fsdp_units import ShardingUnit
 from .local_shard import ElementRange
-from .parameters import copy_attributes
 
 
 def is_unit(module: nn.Module) -> bool:

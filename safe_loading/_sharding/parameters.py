@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from safe_loading._core.names import canonical
-from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.tensors import ModelTensor, inventory
 from safe_loading.errors import ArgumentError
 
 Ignored = nn.Module | nn.Parameter | str
-# Attributes of parameters that hold for the very tensor: numbers of FSDP2, and marks of a load.
-_OF_ENGINES = ("_fsdp", "_is_hf_initialized", "_from_folder_of_safe_loading", "_sharing_of_safe_loading")
 
 
 def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
@@ -45,12 +42,6 @@ def gradient_hook_problems(parameters: Iterable[ModelTensor]) -> list[str]:
         f"backward() and the optimizer's step"
         for name in hooked
     ]
-
-
-def copy_attributes(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy what code has noted with a parameter (``_no_weight_decay``) to the one that takes its place."""
-    if not is_four_bit(tensor):  # what it has belongs to its codes
-        vars(target).update({name: note for name, note in vars(tensor).items() if not name.startswith(_OF_ENGINES)})
 
 
 def _canonical(tensor: ModelTensor) -> ModelTensor:

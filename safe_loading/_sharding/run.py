@@ -25,10 +25,8 @@ from .buffers import compute_buffers
 from .checkpoint_folder import Folder, open_folder
 from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
-from .freed_after_passes import free_after_passes
 from .local_shard import ElementRange, LocalShard
 from .mesh import WrapMesh, make_mesh
-from .parameters import copy_attributes
 from .same_batch import compare_first_batch
 from .scatter import send_root_values, warm_up
 from .setup import Setup
@@ -184,7 +182,7 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
         methods = fsdp2.register_methods(setup.model)
         if not setup.tensors.left_alone:  # a second call finds the hooks of the first
             base = fsdp2.base_of_adapters(setup.model)
-            free_after_passes(setup.model, [setup.model, *([base] if base is not None else [])], methods)
+            fsdp2.free_after_passes(setup.model, [setup.model, *([base] if base is not None else [])], methods)
         if job.mesh.tensor is not None:
             compare_first_batch(setup.model, job.ranks, setup.where.mesh_sizes, setup.how.timeout)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))
@@ -245,7 +243,7 @@ def _move_to_meta(setup: Setup) -> None:
         if not each.is_meta or is_four_bit(each.tensor):  # FSDP splits a plain parameter
             empty = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="meta")
             parameter = nn.Parameter(empty, requires_grad=each.tensor.requires_grad)
-            copy_attributes(each.tensor, parameter)
+            fsdp2.copy_attributes(each.tensor, parameter)
             each.put(parameter)
 
 
@@ -257,7 +255,7 @@ def _put_replicated(setup: Setup, replicated: Mapping[str, torch.Tensor]) -> Non
             tensor = each.tensor.to(setup.where.device)
         if tensor is not None and isinstance(each.tensor, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=each.tensor.requires_grad)
-            copy_attributes(each.tensor, tensor)
+            fsdp2.copy_attributes(each.tensor, tensor)
         if tensor is not None:
             each.put(tensor)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import TorchState
+
+from .fsdp2 import states_of_fsdp2
 
 
 @contextmanager
@@ -38,8 +38,3 @@ def model_as_before(model: nn.Module, others: Iterable[object] = (), *, generato
 
     with undone_on_error(undo):
         yield
-
-
-def states_of_fsdp2() -> Any:
-    """Return the registry in which ``fully_shard`` has its state of each module, which it refuses a second time."""
-    return getattr(importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping", {})
