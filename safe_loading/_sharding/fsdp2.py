@@ -344,8 +344,10 @@ class FreedAfterPasses:
             with self._pass(without_gradients=generates or not torch.is_grad_enabled()):
                 if generates and isinstance(module, FSDPModule):
                     # Images, and the input of an encoder, are encoded before the first forward pass. torch is told
-                    # which module is the root first, or it would take the first unit that runs for one.
-                    self._model._get_fsdp_state()._lazy_init()
+                    # which module is the root first, or it would take the first unit that runs for one. A base that
+                    # has run without its adapters is one already.
+                    if getattr(module._get_fsdp_state(), "_is_root", None) is None:
+                        self._model._get_fsdp_state()._lazy_init()
                     module.unshard()
                 return method(*args, **options)
 
