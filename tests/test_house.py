@@ -40,7 +40,7 @@ STANDS_ON = {
     "load_peft_on_rank": 138,
     "merge_lora_inplace": 87,
     "merge_lora_checkpoint": 155,
-    "wrap_fsdp_meta_safe": 130,
+    "wrap_fsdp_meta_safe": 132,
     "wrap_transparent": 17,
     "plan_device_map": 170,
 }

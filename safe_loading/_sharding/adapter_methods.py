@@ -12,7 +12,7 @@ from torch import nn
 from safe_loading._core.names import method_name
 from safe_loading.errors import ArgumentError
 
-from .fsdp2 import units_stay
+from .moved_units import units_stay
 
 _MERGES = ("merge_and_unload", "merge_adapter")
 _UNLOAD = "unload"

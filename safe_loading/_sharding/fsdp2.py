@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import inspect
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -36,10 +34,6 @@ from .local_shard import ElementRange
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")
 # Attributes of parameters that hold for the very tensor: numbers of FSDP2, and marks of a load.
 _OF_ENGINES = ("_fsdp", "_is_hf_initialized", "_from_folder_of_safe_loading", "_sharing_of_safe_loading")
-_GENERATE = "generate"
-# Where a module keeps its hooks, by number, and which of them are called how.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_KINDS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
@@ -257,130 +251,6 @@ def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor
         parameter.put(installed)
 
 
-@contextlib.contextmanager
-def units_stay(model: nn.Module) -> Iterator[None]:
-    """Move each unit whose module the block replaces to the module that is at its place afterwards.
-
-    peft's methods that give a base back replace its layers. A unit is gathered by hooks on its own modules, which would
-    go with a layer around an embedding or a head, and nothing would gather the weights of the layer that stays.
-    """
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    try:
-        yield
-    finally:
-        modules = dict(model.named_modules())
-        for name, old in units.items():
-            new = modules.get(name)
-            if new is not None and new is not old and not isinstance(new, FSDPModule):
-                _move(old, new)
-
-
 def states_of_fsdp2() -> Any:
     """Return the registry in which ``fully_shard`` has its state of each module, which it refuses a second time."""
     return getattr(importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping", {})
-
-
-def _move(old: Any, new: nn.Module) -> None:
-    """Move the hooks that gather and free a unit, and torch's note of its state, from one module to another."""
-    state, states = old._get_fsdp_state(), states_of_fsdp2()
-    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    numbers = {each.id for handle in handles for each in getattr(handle, "handles", (handle,))}
-    for registry in _HOOKS:
-        hooks: dict[int, Any] = getattr(new, registry)
-        moved = {number: getattr(old, registry).pop(number) for number in numbers & getattr(old, registry).keys()}
-        own = {**hooks}
-        hooks.clear()
-        # torch puts the hook that gathers before all others, and the one that frees after them
-        hooks.update({**moved, **own} if registry == _HOOKS[0] else {**own, **moved})
-    for registry in _KINDS:
-        for number in numbers & getattr(old, registry).keys():
-            getattr(new, registry)[number] = getattr(old, registry).pop(number)
-    states[new] = states.pop(old)
-    state._modules = tuple(new if module is old else module for module in state._modules)
-    plain: Any = type(new)
-    new.__class__ = class_of_unit(plain)
-
-
-class FreedAfterPasses:
-    """The pass that a model makes at the moment; it begins and ends with the outermost call.
-
-    After one without gradients, what it gathered is freed. FSDP2 keeps the root, and units that are told to stay, until
-    a backward pass, which does not come after an evaluation. An optimizer made then would train gathered copies, which
-    the next step throws away without a word.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model  # torch's stubs do not know that it is a unit
-        self._calls = 0  # that are running, one inside the other
-        self._gathered: set[FSDPModule] | None = None  # the units that are left as they were; None frees nothing
-
-    def begin(self, module: nn.Module, args: object) -> None:
-        """Note before a forward pass which units are gathered already, for a backward pass that is still to come."""
-        self._begin(without_gradients=not torch.is_grad_enabled())
-
-    def end(self, module: nn.Module, args: object, output: object) -> None:
-        """Free the others after it."""
-        if torch.compiler.is_compiling():
-            return
-        self._calls -= 1
-        if self._calls == 0 and self._gathered is not None:
-            for unit in _gathered_units(self._model) - self._gathered:
-                unit.reshard()
-
-    def _begin(self, *, without_gradients: bool) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._calls += 1
-        if self._calls == 1:
-            self._gathered = _gathered_units(self._model) if without_gradients else None
-
-    def around(self, module: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a method that makes one pass: each token of ``generate`` is a forward pass inside of it."""
-        method: Callable[..., Any] = getattr(module, name)
-
-        @functools.wraps(method)
-        def one_pass(*args: Any, **options: Any) -> Any:
-            generates = name == _GENERATE
-            with self._pass(without_gradients=generates or not torch.is_grad_enabled()):
-                if generates and isinstance(module, FSDPModule):
-                    # Images, and the input of an encoder, are encoded before the first forward pass. torch is told
-                    # which module is the root first, or it would take the first unit that runs for one. A base that
-                    # has run without its adapters is one already.
-                    if getattr(module._get_fsdp_state(), "_is_root", None) is None:
-                        self._model._get_fsdp_state()._lazy_init()
-                    module.unshard()
-                return method(*args, **options)
-
-        return one_pass
-
-    @contextlib.contextmanager
-    def _pass(self, *, without_gradients: bool) -> Iterator[None]:
-        self._begin(without_gradients=without_gradients)
-        try:
-            yield
-        finally:
-            self.end(self._model, (), None)
-
-
-def free_after_passes(model: nn.Module, roots: Sequence[nn.Module], methods: Sequence[str]) -> None:
-    """Let a wrapped model free the units that a pass without gradients has gathered.
-
-    ``roots`` are the modules whose forward is a whole pass, and ``methods`` the other methods of ``model`` that are.
-    """
-    passes = FreedAfterPasses(model)
-    for root in roots:
-        root.register_forward_pre_hook(passes.begin, prepend=True)
-        root.register_forward_hook(passes.end, always_call=True)
-    for module in model.modules():
-        for name in dict.fromkeys((_GENERATE, *(methods if module is model else ()))):
-            if inspect.isroutine(getattr(module, name, None)):
-                module.__dict__[name] = passes.around(module, name)
-
-
-def _gathered_units(model: nn.Module) -> set[FSDPModule]:
-    return {module for module in model.modules() if isinstance(module, FSDPModule) and _is_gathered(module)}
-
-
-def _is_gathered(unit: FSDPModule) -> bool:
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return group is not None and not group.is_sharded  # whole, or split over fewer ranks

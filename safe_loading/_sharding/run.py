@@ -25,6 +25,7 @@ from .buffers import compute_buffers
 from .checkpoint_folder import Folder, open_folder
 from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
+from .freed_after_passes import free_after_passes
 from .local_shard import ElementRange, LocalShard
 from .mesh import WrapMesh, make_mesh
 from .same_batch import compare_first_batch
@@ -182,7 +183,7 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
         methods = fsdp2.register_methods(setup.model)
         if not setup.tensors.left_alone:  # a second call finds the hooks of the first
             base = fsdp2.base_of_adapters(setup.model)
-            fsdp2.free_after_passes(setup.model, [setup.model, *([base] if base is not None else [])], methods)
+            free_after_passes(setup.model, [setup.model, *([base] if base is not None else [])], methods)
         if job.mesh.tensor is not None:
             compare_first_batch(setup.model, job.ranks, setup.where.mesh_sizes, setup.how.timeout)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))
