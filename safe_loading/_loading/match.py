@@ -71,7 +71,7 @@ def match_tensors(
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
     if without_slot:
         _match_base_weights(model, name, file, without_slot, embeddings, match)
-    match.findings.extend(_filled_twice(file, slots, match.values))
+    match.findings.extend(_tied_tokens(file, slots, match.values))
     match.findings.extend(_missing(file, slots, routed, later=len(model.peft_config) > 1))
     match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
@@ -193,18 +193,17 @@ def _shared(file: str, key: str, name: str, value: torch.Tensor) -> Finding:
     return fault("shared-tensor-differs", f"{file}: {key}", message, _BASE_OF_ITS_OWN, value.nbytes)
 
 
-def _filled_twice(file: str, slots: Mapping[str, AdapterSlot], values: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
-    """Yield findings on tensors of a file that differ, where the model has one for them: the later would stay.
+def _tied_tokens(file: str, slots: Mapping[str, AdapterSlot], values: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
+    """Yield findings on tokens of a head that differ from the embeddings', where the model has one tensor for both.
 
-    An adapter that trains other tokens in the head than in the embeddings is such a file, where an adapter that trains
-    the same in both was there before. Of LoRA a tied head has the transposed factors.
+    So it is where an adapter before trains the same tokens in both: peft keeps one list of tokens, the later one.
     """
     first_key: dict[int, str] = {}
     for key, value in values.items():
+        if "trainable_tokens_delta" not in key:
+            continue
         other = first_key.setdefault(slots[key].storage, key)
-        if other != key and not any(
-            _same_values(each, value) for each in (values[other], values[other].transpose(0, -1))
-        ):
+        if not _same_values(values[other], value):
             message = f"the adapters before tie this tensor to {other}, and the file has other values for each"
             yield fault("shared-tensor-differs", f"{file}: {key}", message, _BASE_OF_ITS_OWN, value.nbytes)
 
