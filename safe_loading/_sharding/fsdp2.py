@@ -73,11 +73,6 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
                 f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
                 f"wrap_fsdp_meta_safe"
             )
-        elif not len(tensor) and tensor.requires_grad:
-            problems.append(
-                f"{name} {list(tensor.shape)} has no rows, and torch reduces no gradient without elements: freeze it "
-                f"with requires_grad_(False)"
-            )
         elif len(tensor) and not tensor.numel():  # torch splits a tensor without rows
             problems.append(
                 f"{name} {list(tensor.shape)} has rows without elements: pass it in ignored_params= of "

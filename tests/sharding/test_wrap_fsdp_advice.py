@@ -48,11 +48,6 @@ def with_scale(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def with_frozen(model: Any, value: torch.Tensor) -> Any:
-    with_parameter(model, value).value.requires_grad_(False)
-    return model
-
-
 def with_head(model: Any) -> Any:
     with torch.device("meta"):
         model.value = nn.Linear(32, 3)
@@ -198,11 +193,6 @@ CASES: dict[str, Case] = {
         )
         for version in any_of((2, 1))
     },
-    "no rows": Case(
-        lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(0, 4))),
-        r"value \[0, 4\] has no rows, .*: freeze it with requires_grad_\(False\)",
-        (lambda f: wrap_fsdp_meta_safe(with_frozen(LlamaForCausalLM.from_pretrained(f), torch.ones(0, 4))),),
-    ),
     "rows without elements": Case(
         lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(4, 0))),
         r"value \[4, 0\] has rows without elements: pass it in ignored_params=",
