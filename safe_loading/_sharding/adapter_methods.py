@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from peft import AdaLoraModel, PeftModel
@@ -15,7 +15,6 @@ from safe_loading.errors import ArgumentError
 from .moved_units import units_stay
 
 _MERGES = ("merge_and_unload", "merge_adapter")
-_UNLOAD = "unload"
 _ROAD = (
     "Save the adapter with save_pretrained on every rank, and merge it on disk with merge_lora_checkpoint(base, "
     "adapter, output)"
@@ -46,13 +45,10 @@ def guard_merges(model: nn.Module, version: int) -> None:
     tuner = getattr(model, "base_model", None)
     if not hasattr(model, "peft_config") or not isinstance(tuner, nn.Module):
         return
-    for name in (*_MERGES, _UNLOAD):
-        if not callable(method := getattr(tuner, name, None)):
-            continue
-        if version == 1:
-            tuner.__dict__[name] = functools.partial(_refuse_flat, name)
-        else:
-            tuner.__dict__[name] = _unloading(tuner, method) if name == _UNLOAD else _guarded(tuner, name, method)
+    for name in (*_MERGES, "unload"):
+        if callable(method := getattr(tuner, name, None)):
+            replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
+            tuner.__dict__[name] = replacement
 
 
 def _refuse_flat(name: str, *args: object, **options: object) -> None:
@@ -61,11 +57,8 @@ def _refuse_flat(name: str, *args: object, **options: object) -> None:
 
 def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(method)
-    def merge(*args: Any, **options: Any) -> object:
-        # merge_and_unload(progressbar, safe_merge, adapter_names), merge_adapter(adapter_names, safe_merge)
-        safe = options.get("safe_merge", args[1] if len(args) > 1 else False)
-        problems = ["safe_merge=True"] if safe else []
-        problems += sorted(set(_assigned_kinds(tuner)))
+    def guarded(*args: Any, **options: Any) -> object:
+        problems = _problems(tuner, args, options) if name in _MERGES else []
         if problems:
             raise ArgumentError(
                 f"{name}() of a model that FSDP2 wrapped: peft would assign merged weights that never reach the "
@@ -75,16 +68,13 @@ def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[.
         with units_stay(tuner.model):
             return method(*args, **options)
 
-    return merge
+    return guarded
 
 
-def _unloading(tuner: Any, method: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(method)
-    def unload(*args: Any, **options: Any) -> object:
-        with units_stay(tuner.model):
-            return method(*args, **options)
-
-    return unload
+def _problems(tuner: Any, args: Sequence[object], options: Mapping[str, object]) -> list[str]:
+    # merge_and_unload(progressbar, safe_merge, adapter_names), merge_adapter(adapter_names, safe_merge)
+    safe = options.get("safe_merge", args[1] if len(args) > 1 else False)
+    return [*(["safe_merge=True"] if safe else []), *sorted(set(_assigned_kinds(tuner)))]
 
 
 def _assigned_kinds(tuner: Any) -> Iterator[str]:

@@ -59,8 +59,9 @@ def plan_units(
     groups = _merge_tied(groups, places, flat=flat)
     keeping: set[tuple[str, ...]] = set()  # the groups that stay gathered until the backward pass
     if wrap is None and not flat:
+        tail = _norm_and_head(model, modules, groups, places)  # by the groups of layers, before there are others
         groups += _embeddings(model, modules, groups, places)
-        if (tail := _norm_and_head(model, modules, groups, places)) is not None:
+        if tail is not None:
             groups.append(tail)
             keeping.add(tail)
     owned = _owned(groups, places)
@@ -238,6 +239,13 @@ def _merge_tied(groups: list[tuple[str, ...]], places: Places, *, flat: bool) ->
             return groups
 
 
+def _left_to_root(module: nn.Module, groups: Sequence[tuple[str, ...]], places: Places) -> bool:
+    """Return whether a module has parameters that are not ignored, and all are the root's and in no other place."""
+    of = {name: group for group in groups for name in group}
+    owned = [places[parameter] for parameter in module.parameters() if parameter in places]
+    return bool(owned) and all(len(names) == 1 and _innermost(names[0], of) == ("",) for names in owned)
+
+
 def _embeddings(
     model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
 ) -> list[tuple[str, ...]]:
@@ -250,16 +258,13 @@ def _embeddings(
     layer = _base_layer(embeddings) if embeddings is not None else None
     if not isinstance(layer, nn.Embedding):
         return []
-    of = {name: group for group in groups for name in group}
     around = next((name.rpartition(".")[0] for name, module in modules.items() if module is embeddings), None)
     found: list[tuple[str, ...]] = []
     for name, module in modules.items():
         inside = _base_layer(module)
         if name.rpartition(".")[0] != around or not isinstance(inside, nn.Embedding):
             continue
-        owned = [places[parameter] for parameter in module.parameters() if parameter in places]
-        alone = all(len(names) == 1 and _innermost(names[0], of) == ("",) for names in owned)
-        if owned and alone and inside.weight.numel() >= layer.weight.numel():
+        if inside.weight.numel() >= layer.weight.numel() and _left_to_root(module, groups, places):
             found.append((name,))
     return found
 
@@ -277,17 +282,16 @@ def _norm_and_head(
     names = {module: name for name, module in modules.items()}
     if head is None or head not in names or not can_run(head):
         return None
-    of = {name: group for group in groups for name in group}
-    owned = [places[parameter] for parameter in head.parameters() if parameter in places]  # no ignored ones
-    if not owned or any(len(names) > 1 or _innermost(names[0], of) != ("",) for names in owned):
+    if not _left_to_root(head, groups, places):
         return None
+    taken = {name for group in groups for name in group}
     parents = {group[0].rpartition(".")[0].rpartition(".")[0] for group in groups}
     norms = [
         name
         for name, module in modules.items()
         if name.rpartition(".")[2] in _FINAL_NORMS
         and name.rpartition(".")[0] in parents
-        and name not in of
+        and name not in taken
         and any(True for _ in module.parameters())
     ]
     if len(norms) != 1 or norms[0] == names[head]:
