@@ -20,13 +20,15 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_server import RankServer
+from rank_server import RankServer, again_after_crash
 from torchrun import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +92,8 @@ def run_command(command: str, server: RankServer | None = None) -> str:
 
     What is forked need not import the engines; it is what the command would start.
     """
-    if server is not None and (run := _forked(command, server)) is not None:
+    if server is not None and (fork := _fork_of(command, server)) is not None:
+        run = again_after_crash(fork(), fork)
         assert run.code == 0, f"{command}\n{run.output}\n{Path('stderr.txt').read_text()[-6000:]}"
         return run.output
     program, *arguments = shlex.split(command)
@@ -106,23 +109,27 @@ def run_command(command: str, server: RankServer | None = None) -> str:
     return done.stdout
 
 
-def _forked(command: str, server: RankServer) -> Run | None:
-    """Run what a torchrun, an accelerate launch or ``python -m`` starts; None for another command."""
+def _fork_of(command: str, server: RankServer) -> Callable[[], Run] | None:
+    """The call that runs what a torchrun, an accelerate launch or ``python -m`` starts; None for another command."""
     in_ranks = RANKS.fullmatch(command)
     if in_ranks is not None:
-        script, count = APART + Path(in_ranks["script"]).read_text(encoding="utf-8"), int(in_ranks["ranks"])
-        # held here, as torchrun holds it: a late rank would wait a minute for the store of one that has ended
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        return server.run(script, count, args=in_ranks["args"].split(), env=env, timeout=240, check=False)
+        return partial(_run_in_ranks, in_ranks["script"], int(in_ranks["ranks"]), in_ranks["args"].split(), server)
     words = shlex.split(command)
     if words[:2] == ["accelerate", "launch"]:
         (_, script, *args), env = _as_accelerate_starts(words[2:])
         script = APART + Path(script).read_text(encoding="utf-8")
-        return server.run_alone(script, args=args, env=env, timeout=240, check=False)
+        return partial(server.run_alone, script, args=args, env=env, timeout=240, check=False)
     if words[:2] == ["python", "-m"]:
-        return server.run_module(words[2], before=APART, args=words[3:], timeout=240, check=False)
+        return partial(server.run_module, words[2], before=APART, args=words[3:], timeout=240, check=False)
     return None
+
+
+def _run_in_ranks(script: str, ranks: int, args: list[str], server: RankServer) -> Run:
+    """Run a script as torchrun does, which holds the store: a late rank would wait a minute for one that has ended."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = APART + Path(script).read_text(encoding="utf-8")
+    return server.run(code, ranks, args=args, env=env, timeout=240, check=False)
 
 
 def _as_accelerate_starts(words: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -59,6 +59,18 @@ class Options(TypedDict, total=False):
     env: Mapping[str, str | None] | None
     timeout: float
     check: bool
+
+
+def again_after_crash(run: Run, repeat: Callable[[], Run]) -> Run:
+    """`run`, or what `repeat` gives where a crash ended a rank of it, with a warning.
+
+    gloo's thread crashes in malloc about once in some thousand runs; a crash of ours would come again.
+    """
+    if not CRASHES.intersection(run.statuses):
+        return run
+    told = f"the ranks ended with the statuses {run.statuses}, and run again:\n{run.output[-TAIL:]}"
+    warnings.warn(told, stacklevel=4)
+    return repeat()
 
 
 class RankServer:
@@ -100,21 +112,16 @@ class RankServer:
         return self.run_alone(f"{before}import runpy\nrunpy.run_module({name!r}, None, '__main__', True)\n", **options)
 
     def _run(self, script: str | Path, places: list[dict[str, Any]], ends: str, options: Options) -> Run:
-        run, statuses = self._run_once(script, places, ends, options)
-        if options.get("check", True) and CRASHES.intersection(statuses):
-            # gloo's thread crashes in malloc about once in some thousand runs; a crash of ours would come again
-            warnings.warn(
-                f"the ranks ended with the statuses {statuses}, and run again:\n{run.output[-TAIL:]}", stacklevel=3
-            )
-            run, statuses = self._run_once(script, places, ends, options)
-        if run.code and options.get("check", True):
+        run = self._run_once(script, places, ends, options)
+        if not options.get("check", True):
+            return run
+        run = again_after_crash(run, lambda: self._run_once(script, places, ends, options))
+        if run.code:
             # a rank that a signal ended, -11 or -9, prints nothing, and the others print that it was gone
-            raise RanksFailed(f"the ranks ended with the statuses {statuses}:\n{run.output[-TAIL:]}")
+            raise RanksFailed(f"the ranks ended with the statuses {run.statuses}:\n{run.output[-TAIL:]}")
         return run
 
-    def _run_once(
-        self, script: str | Path, places: list[dict[str, Any]], ends: str, options: Options
-    ) -> tuple[Run, list[int]]:
+    def _run_once(self, script: str | Path, places: list[dict[str, Any]], ends: str, options: Options) -> Run:
         start, timeout = time.monotonic(), options.get("timeout", 120)
         with script_folder(script) as folder:
             env = {OUT: str(folder), **(options.get("env") or {})}
@@ -135,7 +142,7 @@ class RankServer:
             if statuses is None:
                 raise RanksFailed(f"the ranks were not done after {timeout:g} s:\n{output[-TAIL:]}")
             code = next(filter(None, statuses), 0)
-            return Run(code, output, reports_of(folder, len(places)), time.monotonic() - start), statuses
+            return Run(code, output, reports_of(folder, len(places)), time.monotonic() - start, statuses)
 
     def _ask(self, job: str, timeout: float) -> list[int] | None:
         """Return the exit statuses of a job's ranks, or None if they were late."""

@@ -76,12 +76,14 @@ class Run:
         output: All that they wrote to stdout and stderr.
         found: What each rank reported, by rank; empty for one that reported nothing.
         seconds: From the start of the first process to the end of the last.
+        statuses: The exit status of each process that the server of ranks forked; torchrun tells none.
     """
 
     code: int
     output: str
     found: list[dict[str, Any]]
     seconds: float
+    statuses: Sequence[int] = ()
 
 
 def run_ranks(

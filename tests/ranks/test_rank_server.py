@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from pages import run_command
 from rank_server import RankServer
 from torchrun import RanksFailed
 
@@ -77,12 +78,33 @@ if len(runs.read_text()) <= int(sys.argv[2]):
 report(runs=len(runs.read_text()))
 """
 
+CRASH_OF_A_RANK = """
+import os, pathlib
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1 and not pathlib.Path("crashed").exists():
+    pathlib.Path("crashed").touch()
+    os.kill(os.getpid(), 11)
+dist.barrier()
+if dist.get_rank() == 0:
+    print(dist.get_world_size(), "ranks")
+"""
+
 
 def test_what_a_signal_ended_is_run_once_more_and_said(server: RankServer, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"(?s)\[-11\], and run again:.*Segmentation fault.*script.py"):
         assert server.run_alone(CRASH, args=[tmp_path / "once", "1"]).found == [{"runs": 2}]
     with pytest.warns(UserWarning, match="run again"), pytest.raises(RanksFailed, match=r"statuses \[-11\]"):
         server.run_alone(CRASH, args=[tmp_path / "twice", "2"])
+
+
+def test_a_command_of_a_page_that_a_signal_ended_is_run_once_more(
+    server: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(CRASH_OF_A_RANK)
+    with pytest.warns(UserWarning, match="-11.*, and run again"):
+        assert run_command("torchrun --standalone --nproc-per-node=2 train.py", server) == "2 ranks\n"
 
 
 @pytest.mark.parametrize("alone", [False, True])
