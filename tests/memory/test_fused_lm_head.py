@@ -58,8 +58,8 @@ def test_what_was_not_held_against_a_run_is_refused() -> None:
         Workload.train(1, 8, fused_lm_head=True, labels=False)
     with pytest.raises(ArgumentError, match=r"fused LM head.*DeepSpeed. Forecast one card"):
         predict_memory(CONFIG, STEP, spread=Spread.zero(2, stage=1))
-    with pytest.raises(ArgumentError, match=r"Liger's head.*Forecast one card"):
-        predict_memory(CONFIG, STEP.replace(fused_lm_head="liger"), spread=Spread.fsdp2(2))
+    with pytest.raises(ArgumentError, match=r"Liger's fused LM head.*DeepSpeed. Forecast one card"):
+        predict_memory(CONFIG, STEP.replace(fused_lm_head="liger"), spread=Spread.zero(2, stage=1))
     assert predict_memory(CONFIG, STEP.replace(fused_lm_head=False), spread=Spread.zero(2, stage=1)).ranks
 
 

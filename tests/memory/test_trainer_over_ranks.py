@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import Spread, Workload, predict_memory
+from safe_loading import Spread, TraceError, Workload, predict_memory
 from safe_loading._model.formats.four_bit import QLORA
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ SCRIPT = """
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
     from transformers import BitsAndBytesConfig, default_data_collator
     from models import tokenizer
+    from safe_loading import load_at_prepare
+    from safe_loading._memory.trace.liger_lm_head import liger_forward  # held against Liger's source by its own tests
 
     try:  # whose kernels allocate nothing, and are in no simulation
         import trl
@@ -68,13 +70,18 @@ SCRIPT = """
                     most = max(most, held)
             return most
 
-    def trained(number, arguments, adapted, dtype, by_trl, packed):
+    def trained(number, arguments, adapted, dtype, by_trl, packed, by_liger, prepared):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) % 20000 + 30000 + number)  # one for each group
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, dtype or "float32"))
         if packed:
             torch.cuda.set_device(device)
             quantized = BitsAndBytesConfig(**packed)
             model = LlamaForCausalLM.from_pretrained(sys.argv[1], quantization_config=quantized, dtype="bfloat16")
+        if prepared:
+            with load_at_prepare():
+                model = LlamaForCausalLM.from_pretrained(sys.argv[1])
+        if by_liger:
+            model.forward = liger_forward(model)
         if adapted:
             model = get_peft_model(model, LoraConfig(**ADAPTER), autocast_adapter_dtype=not packed)
         row = {"input_ids": [5] * TOKENS, "attention_mask": [1] * TOKENS, "labels": [5] * TOKENS}
@@ -90,7 +97,8 @@ SCRIPT = """
             args = trl.SFTConfig(tempfile.mkdtemp(), **usual, **{**own, **arguments})
             trainer = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer(), callbacks=[asked])
         else:
-            args = TrainingArguments(tempfile.mkdtemp(), **usual, **arguments)
+            # whose forward names no columns here
+            args = TrainingArguments(tempfile.mkdtemp(), remove_unused_columns=not by_liger, **usual, **arguments)
             given = dict(train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator)
             trainer = Trainer(model, args, callbacks=[asked], **given)
         trainer.train()
@@ -111,6 +119,8 @@ class Job(NamedTuple):
     dtype: str | None = None
     by_trl: bool = False
     packed: dict[str, Any] | None = None
+    by_liger: bool = False
+    prepared: bool = False  # by load_at_prepare
 
 
 def fsdp(version: int, **config: Any) -> dict[str, Any]:
@@ -164,6 +174,15 @@ OF_TRL = {
     "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), FUSED),
 }
 
+LIGER: Any = {"step": {"fused_lm_head": "liger"}, "by_liger": True}
+OF_LIGER = {
+    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), **LIGER),
+    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2), adapted=True, prepared=True, **LIGER),
+    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), **LIGER),
+    "FSDP1, LoRA": Job(fsdp(1), Spread.fsdp1(2, **OWN), adapted=True, **LIGER),
+    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), **LIGER),
+}
+
 
 def forecast(job: Job) -> int:
     step = Workload.train(ROWS, TOKENS, adapter=LoraConfig(**ADAPTER) if job.adapted else None, **job.step)
@@ -176,7 +195,7 @@ def forecast(job: Job) -> int:
 def hold(cuda: CudaRunner, jobs: dict[str, Job], folder: Path | None = None) -> None:
     """Hold the forecasts of jobs against what the Trainer, or trl's, asks for in them."""
     script = SCRIPT
-    texts = {name: (job.arguments, job.adapted, job.dtype, job.by_trl, job.packed) for name, job in jobs.items()}
+    texts = {name: (job.arguments, *job[3:]) for name, job in jobs.items()}
     for name, value in {"SIZES": SIZES, "ROWS": ROWS, "TOKENS": TOKENS, "JOBS": texts, "ADAPTER": ADAPTER}.items():
         script = script.replace(name, repr(value))
     env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"}
@@ -202,3 +221,22 @@ def test_an_adapter_on_a_base_in_4_bits_asks_for_the_forecast(simulated_cuda: Cu
     pytest.importorskip("bitsandbytes")
     LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16().save_pretrained(tmp_path)
     hold(simulated_cuda, IN_FOUR_BITS, tmp_path)
+
+
+def test_the_trainer_over_ranks_with_ligers_head_asks_for_the_forecast(
+    simulated_cuda: CudaRunner, tmp_path: Path
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    hold(simulated_cuda, OF_LIGER, tmp_path)
+
+
+def test_a_head_that_accelerate_does_not_gather_for_liger_fails_in_the_step_and_in_the_forecast(
+    simulated_cuda: CudaRunner,
+) -> None:
+    job = OF_LIGER["FSDP2, LoRA"]._replace(spread=Spread.fsdp2(2, **OWN), prepared=False)
+    with pytest.raises(AssertionError, match="forecast its units"):  # of the head that the step itself meets
+        hold(simulated_cuda, {"FSDP2": job})
+    with pytest.raises(TraceError, match=r"LlamaForCausalLM: Liger's loss reads.*wrapped_by=\"safe_loading\""):
+        forecast(job)
+    assert forecast(job._replace(spread=Spread.fsdp2(2, wrapped_by="safe_loading")))
+    assert forecast(job._replace(step={"fused_lm_head": False}))

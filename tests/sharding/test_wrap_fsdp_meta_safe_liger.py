@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from liger_kernel.transformers.model import llama as liger
 from fsdp_cases import *
+from peft import LoraConfig, get_peft_model
 from safe_loading import wrap_fsdp_meta_safe
 
 dist.init_process_group("gloo")
@@ -42,17 +43,20 @@ own = modeling_llama.LlamaForCausalLM.forward
 apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True)
 liger.LigerForCausalLMLoss = on_the_cpu
 report(patched=modeling_llama.LlamaForCausalLM.forward is not own)
-for tied in (False, True):
-    make_tied = lambda: llama(num_hidden_layers=2, use_cache=False, tie_word_embeddings=tied)
-    single = reference(make_tied)
-    model = wrap_fsdp_meta_safe(reference(make_tied) if rank == 0 else on_meta(make_tied))
+lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+for case in ("untied", "tied", "adapted"):
+    kind, config = llama(num_hidden_layers=2, use_cache=False, tie_word_embeddings=case == "tied")
+    made = (lambda config: get_peft_model(kind(config), lora)) if case == "adapted" else kind
+    make_case = lambda: (made, config)
+    single = reference(make_case)
+    model = wrap_fsdp_meta_safe(reference(make_case) if rank == 0 else on_meta(make_case))
     losses = []
     for each in (single, model):
         each.zero_grad()
         output = each(**inputs("llama"))
         output.loss.backward()
         losses.append(output.loss.detach()[None])
-    report(**{f"fused {tied}": compared(single, model, *losses), f"logits {tied}": output.logits is None})
+    report(**{f"fused {case}": compared(single, model, *losses), f"logits {case}": output.logits is None})
 
 # all of it: other classes of norms and of MLPs
 apply_liger_kernel_to_llama()
@@ -74,12 +78,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("liger")], timeout=240).found
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_its_fused_loss_reads_the_head_outside_its_forward(found: list[dict[str, Any]], tied: bool) -> None:
+@pytest.mark.parametrize("case", ["untied", "tied", "adapted"])
+def test_its_fused_loss_reads_the_head_outside_its_forward(found: list[dict[str, Any]], case: str) -> None:
     for facts in found:
         assert facts["patched"]
-        assert facts[f"logits {tied}"]
-        assert facts[f"fused {tied}"] == NOTHING
+        assert facts[f"logits {case}"]
+        assert facts[f"fused {case}"] == NOTHING
 
 
 def test_a_patched_model_has_the_units_and_the_weights_of_a_plain_one(found: list[dict[str, Any]]) -> None:

@@ -12,12 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
+
+from safe_loading.errors import TraceError
 
 _IGNORED = -100
 NOTE = (
     "Liger's fused cross entropy is counted; its kernels for norms, rotary positions and SwiGLU, which keep less for "
     "the backward pass, are not."
+)
+_NOT_GATHERED = (
+    "Liger's loss reads the weight of the head, and the units that accelerate makes around a PEFT model gather it in "
+    "the head's own forward alone, which Liger does not call: the step itself fails, with a mix of torch.Tensor and "
+    "DTensor. load_at_prepare gathers it with the norm before it: forecast its units, "
+    'wrapped_by="safe_loading". Or train without Liger\'s head: fused_lm_head=False.'
 )
 
 
@@ -28,6 +37,8 @@ def liger_forward(base: Any) -> Callable[..., CausalLMOutput]:
         kwargs.pop("num_items_in_batch", None)
         hidden = self.base_model(*args, **kwargs)[0]
         head = self.get_output_embeddings()
+        if isinstance(head.weight, DTensor):
+            raise TraceError(f"{type(self).__name__}: {_NOT_GATHERED}")
         shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
         states = hidden.view(-1, hidden.shape[-1])
         loss: Any = _Loss.apply(states, head.weight, shifted.view(-1), head.bias)  # type: ignore[no-untyped-call]  # of torch
