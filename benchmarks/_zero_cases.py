@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
@@ -34,6 +34,7 @@ class Case:
     dtype: str = "bfloat16"
     checkpointing: bool = False
     adapter: LoraConfig | None = None
+    fused_lm_head: bool | Literal["liger"] = False
     zero: dict[str, Any] = field(default_factory=lambda: {"reduce_bucket_size": 2_000_000})
 
 
@@ -79,6 +80,18 @@ CASES = {
     "ZeRO-3, small, LoRA, checkpointing": Case(3, batch=2, length=128, adapter=LORA, checkpointing=True, zero=SMALL_3),
     "ZeRO-3, small, offload_optimizer": Case(3, zero=HOST_3),
     "ZeRO-3, small, offloaded, accumulated": Case(3, accumulation=2, zero=HOST_3),
+    "ZeRO-1, trl's head": Case(1, batch=4, length=32, fused_lm_head=True),
+    "ZeRO-2, trl's head": Case(2, batch=4, length=32, fused_lm_head=True),
+    "ZeRO-2, trl's head, LoRA": Case(2, batch=4, length=32, fused_lm_head=True, adapter=LORA, zero=SMALL),
+    "ZeRO-2, Liger's head": Case(2, batch=4, length=32, fused_lm_head="liger"),
+    "ZeRO-3, trl's head": Case(3, batch=4, length=32, fused_lm_head=True),
+    "ZeRO-3, small, trl's head": Case(3, batch=4, length=32, fused_lm_head=True, zero=SMALL_3),
+    "ZeRO-3, small, trl's head, checkpointing": Case(
+        3, batch=4, length=32, fused_lm_head=True, checkpointing=True, zero=SMALL_3
+    ),
+    "ZeRO-3, small, trl's head, LoRA": Case(3, batch=4, length=32, fused_lm_head=True, adapter=LORA, zero=SMALL_3),
+    "ZeRO-3, small, Liger's head": Case(3, batch=4, length=32, fused_lm_head="liger", zero=SMALL_3),
+    "ZeRO-3, small, Liger's head, LoRA": Case(3, batch=4, length=32, fused_lm_head="liger", adapter=LORA, zero=SMALL_3),
 }
 
 
@@ -92,6 +105,7 @@ def forecast(case: Case) -> MemoryForecast:
         case.checkpointing,
         gradient_accumulation_steps=case.accumulation,
         adapter=case.adapter,
+        fused_lm_head=case.fused_lm_head,
     )
     spread = Spread.zero(case.ranks, stage=case.stage, param_dtype=case.dtype, **case.zero)
     return predict_memory(model, step, spread=spread, capability=H100)

@@ -19,6 +19,9 @@ from _zero_cases import CASES, SIZES, Case
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from safe_loading._memory.trace.fused_lm_head import OUTPUTS
+from safe_loading._memory.trace.liger_lm_head import liger_forward
+
 STEPS = 3
 # ZeRO-3 writes all its arguments into a text that it does not print, with the values of each parameter
 torch.Tensor.__repr__ = object.__repr__  # type: ignore[assignment]
@@ -34,6 +37,7 @@ def run(case: Case) -> tuple[int, int]:
     dtype = getattr(torch, case.dtype)
     model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
     model = model.to(dtype).cuda().train()
+    with_head(model, case)
     if case.adapter is not None:
         model = get_peft_model(model, case.adapter)
     if case.checkpointing:
@@ -45,15 +49,8 @@ def run(case: Case) -> tuple[int, int]:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS * case.accumulation):
-        ids = torch.full((case.batch, case.length), 5, device="cuda")
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        del ids
-        loss = engine(**batch, use_cache=False).loss
-        del batch
-        engine.backward(loss)
-        del loss
-        engine.step()
+    for _ in range(STEPS):
+        _step(engine, case)
     torch.cuda.synchronize()
     if engine.skipped_steps:
         raise RuntimeError("a step was skipped, so the optimizer has no state")
@@ -63,6 +60,37 @@ def run(case: Case) -> tuple[int, int]:
     gc.collect()
     torch.cuda.empty_cache()
     return peak
+
+
+def _step(engine: Any, case: Case) -> None:
+    """Run a step, whose batches are there until it has ended, as the Trainer's."""
+    fused = {"fused_lm_head": True} if case.fused_lm_head else {}
+    batches = [_batch(case) for _ in range(case.accumulation)]
+    for batch in batches:
+        loss = engine(**batch, use_cache=False, **fused).loss
+        engine.backward(loss)
+        del loss
+        engine.step()
+
+
+def _batch(case: Case) -> dict[str, torch.Tensor]:
+    ids = torch.full((case.batch, case.length), 5, device="cuda")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def with_head(model: Any, case: Case) -> None:
+    """Give a model the head of a case, whose kernels are left out: they allocate nothing, and are in no simulation."""
+    if case.fused_lm_head == "liger":
+        model.forward = liger_forward(model)
+    elif case.fused_lm_head:
+        utils: Any = importlib.import_module("trl.trainer.utils")
+        kernels: Any = importlib.import_module("trl.kernels.chunked_logprob")
+        utils._use_triton = lambda *_, **__: True
+        kernels._forward_tile = kernels._backward_tile = kernels._addmm_fp32 = lambda *_, **__: None
+        utils.add_fused_lm_head(model, outputs=OUTPUTS)
+        # by which trl knows whether it has to gather the head
+        integration = importlib.import_module("transformers.integrations.deepspeed")
+        integration.set_hf_deepspeed_config(integration.HfDeepSpeedConfig(_config(case)))
 
 
 def _config(case: Case) -> dict[str, Any]:

@@ -279,12 +279,6 @@ def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -
             f"An evaluation was not held against DeepSpeed. Forecast one card, or the job without it: "
             f"{workload.replace(eval_batch_size=0)}."
         )
-    if workload.fused_lm_head and spread.kind == "zero":
-        whose = "trl's" if workload.fused_lm_head is True else "Liger's"
-        raise ArgumentError(
-            f"{whose} fused LM head was not held against DeepSpeed. Forecast one card, or the job with "
-            "fused_lm_head=False."
-        )
     refuse_reference_over_ranks(model, workload, spread)
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")

@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "stage3_param_persistence_threshold": 1_000,
 }
 HOST: dict[str, Any] = {**SMALL, "offload_optimizer": True}
+SHORT: dict[str, Any] = {"rows": 4, "tokens": 32}
 CHECKPOINTED: dict[str, Any] = {"rows": 2, "tokens": 128, "checkpointed": True, "adapter": LORA}
 # The most bytes that a rank had asked of torch's allocator, less the workspaces of cuBLAS: DeepSpeed 0.19.8, torch 2.13
 # over simulated H100s, by benchmarks/zero_on_cuda.py.
@@ -46,8 +47,10 @@ SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "LoRA, small, checkpointed": (20701085, CHECKPOINTED, SMALL),
     "small, offloaded, two micro-batches": (15162436, {"steps": 2}, HOST),
     "LoRA, small": (28344269, {**CHECKPOINTED, "checkpointed": False}, SMALL),
+    "trl's head": (67851193, {**SHORT, "head": True}, {"reduce_bucket_size": 2_000_000}),
+    "small, trl's head": (57986297, {**SHORT, "head": True}, SMALL),
 }
-OF_DEFAULT = ("small", "LoRA, small")
+OF_DEFAULT = ("small", "LoRA, small", "small, trl's head")
 
 
 def forecast(zero: dict[str, Any], **step: Any) -> MemoryForecast:
@@ -59,9 +62,11 @@ def forecast(zero: dict[str, Any], **step: Any) -> MemoryForecast:
 )
 def test_a_rank_takes_what_deepspeeds_engine_took(case: str) -> None:
     seen, step, zero = SEEN[case]
+    if step.get("head") is True:
+        pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
     predicted = forecast(zero, **step)
     more = max(predicted.ranks.values()) - seen
-    assert -NUMBERS <= more <= held_batches(predicted) + NUMBERS
+    assert -NUMBERS <= more <= NUMBERS + (0 if "head" in step else held_batches(predicted))
 
 
 def test_settings_say_how_much_is_whole_at_a_time() -> None:

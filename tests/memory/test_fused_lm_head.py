@@ -12,7 +12,7 @@ from allocator_truth import above_start
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import ArgumentError, Spread, Workload, predict_memory
+from safe_loading import ArgumentError, Workload, predict_memory
 from safe_loading._memory.trace import fused_lm_head
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -56,11 +56,6 @@ def test_no_logits_are_made() -> None:
 def test_what_was_not_held_against_a_run_is_refused() -> None:
     with pytest.raises(ArgumentError, match="leave labels=False out"):
         Workload.train(1, 8, fused_lm_head=True, labels=False)
-    with pytest.raises(ArgumentError, match=r"fused LM head.*DeepSpeed. Forecast one card"):
-        predict_memory(CONFIG, STEP, spread=Spread.zero(2, stage=1))
-    with pytest.raises(ArgumentError, match=r"Liger's fused LM head.*DeepSpeed. Forecast one card"):
-        predict_memory(CONFIG, STEP.replace(fused_lm_head="liger"), spread=Spread.zero(2, stage=1))
-    assert predict_memory(CONFIG, STEP.replace(fused_lm_head=False), spread=Spread.zero(2, stage=1)).ranks
 
 
 def test_a_missing_trl_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from models import WIDE
@@ -29,8 +29,11 @@ def forecast(
     checkpointed: bool = False,
     steps: int = 1,
     adapter: LoraConfig | None = None,
+    head: bool | Literal["liger"] = False,
 ) -> MemoryForecast:
-    workload = Workload.train(rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter)
+    workload = Workload.train(
+        rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter, fused_lm_head=head
+    )
     spread = Spread.zero(**{"ranks": 2, "param_dtype": dtype, **zero})
     return predict_memory(on_meta(dtype), workload, spread=spread, capability=(9, 0))
 
@@ -38,7 +41,7 @@ def forecast(
 def held_batches(predicted: MemoryForecast) -> int:
     """Return the bytes of the batches, of which the loop with the engine let go before the backward pass.
 
-    What the graph keeps of them, such as the labels, was there.
+    What the graph keeps of them, such as the labels, was there. With a fused head the loop held all of them.
     """
     step = predicted.workload
     return 3 * 8 * step.batch_size * step.sequence_length * step.gradient_accumulation_steps

@@ -99,12 +99,12 @@ def test_what_a_signal_ended_is_run_once_more_and_said(server: RankServer, tmp_p
 
 
 def test_a_command_of_a_page_that_a_signal_ended_is_run_once_more(
-    server: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank_server: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(CRASH_OF_A_RANK)
     with pytest.warns(UserWarning, match="-11.*, and run again"):
-        assert run_command("torchrun --standalone --nproc-per-node=2 train.py", server) == "2 ranks\n"
+        assert run_command("torchrun --standalone --nproc-per-node=2 train.py", rank_server) == "2 ranks\n"
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -8,8 +8,8 @@ autograd's threads, and for no other.
 
 With a number of bytes nothing is followed in the backward pass and in attention: while a mode like this one is active,
 autograd adds gradients out of place, and unfused attention its mask (``isTensorSubclassLike`` in
-aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory than without. Only ``nonzero`` is right there too,
-since its count is the size of what is made, as with boolean masks.
+aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory than without. Only ``nonzero`` is right in every
+place, also inside of other operations, since its count is the size of what is made, as with boolean masks.
 """
 
 from __future__ import annotations
@@ -228,5 +228,5 @@ def install() -> None:
     atexit.register(_wait_for_autograd)
     if wanted != "all":
         _leave_out_functions()
-        _count_nonzeros(_aten)
+    _count_nonzeros(_aten)
     Values(None if wanted == "all" else int(wanted)).__enter__()  # type: ignore[no-untyped-call]  # torch's
