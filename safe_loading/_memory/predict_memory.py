@@ -268,12 +268,13 @@ def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
         raise ArgumentError(f"{spread} leaves the ranks open: pass a number, or let fewest_ranks find it.")
-    if workload.completion_length:
-        none: Any = {"completion_length": 0, "steps_per_generation": 0, "old_log_probs": False, "fused_lm_head": False}
+    if workload.generated_rows:
         raise ArgumentError(
-            f"A step of GRPO was not held against ranks. Forecast one card, or its training alone: "
-            f"{workload.replace(**none)}."
+            f"Samples that the model itself generates over ranks were not held against trl's trainer. Forecast one "
+            f"card, or the step with samples of vLLM: {workload.replace(steps_per_generation=0)}."
         )
+    if workload.completion_length and spread.kind == "zero":
+        raise ArgumentError("A step of GRPO was not held against DeepSpeed. Spread.fsdp2(ranks) can be forecast.")
     if workload.eval_batch_size and spread.kind == "zero":
         raise ArgumentError(
             f"An evaluation was not held against DeepSpeed. Forecast one card, or the job without it: "

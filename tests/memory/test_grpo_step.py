@@ -129,12 +129,13 @@ def test_what_is_no_step_of_grpo_is_refused() -> None:
         Workload.train(1, 64, steps_per_generation=4)
     with pytest.raises(ArgumentError, match=r"Workload.grpo needs integers"):
         Workload.grpo(1, 0, 32)
-    with pytest.raises(ArgumentError, match="Forecast one card, or its training alone"):
+    with pytest.raises(ArgumentError, match=r"Forecast one card, or the step with samples of vLLM: Workload\.train\("):
         predict_memory(CONFIG, Workload.grpo(1, 32, 32), spread=Spread.ddp(2))
-    alone = Workload.grpo(1, 32, 32).replace(
-        completion_length=0, steps_per_generation=0, old_log_probs=False, fused_lm_head=False
-    )
-    assert predict_memory(CONFIG, alone, spread=Spread.ddp(2)).allocated_peak_bytes
+    by_vllm = Workload.grpo(1, 32, 32).replace(steps_per_generation=0)
+    assert predict_memory(CONFIG, by_vllm, spread=Spread.ddp(2)).allocated_peak_bytes
+    with pytest.raises(ArgumentError, match=r"held against DeepSpeed. Spread.fsdp2\(ranks\) can be forecast"):
+        predict_memory(CONFIG, by_vllm, spread=Spread.zero(2, stage=2))
+    assert predict_memory(CONFIG, by_vllm, spread=Spread.fsdp2(2)).ranks
     assert eval(repr(Workload.grpo(2, 8, 8, old_log_probs=True)), {"Workload": Workload}) == Workload.grpo(
         2, 8, 8, old_log_probs=True
     )

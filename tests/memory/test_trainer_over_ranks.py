@@ -70,7 +70,18 @@ SCRIPT = """
                     most = max(most, held)
             return most
 
-    def trained(number, arguments, adapted, dtype, by_trl, packed, by_liger, prepared):
+    def dataset(**columns):
+        # with a fingerprint: to compute one, datasets 5.2 pickles the table, which pyarrow 26 forbids
+        return Dataset(InMemoryTable.from_pydict(columns), fingerprint="rows")
+
+    def sampled():
+        class Sampled(trl.GRPOTrainer):
+            def _generate_single_turn(self, prompt_ids, *_, **__):  # as vLLM, which takes nothing of the allocator
+                return [[5] * (TOKENS // 2) for _ in prompt_ids], None
+
+        return Sampled
+
+    def trained(number, arguments, adapted, dtype, by_trl, packed, by_liger, prepared, samples):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) % 20000 + 30000 + number)  # one for each group
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, dtype or "float32"))
         if packed:
@@ -82,7 +93,7 @@ SCRIPT = """
                 model = LlamaForCausalLM.from_pretrained(sys.argv[1])
         if by_liger:
             model.forward = liger_forward(model)
-        if adapted:
+        if adapted and not samples:
             model = get_peft_model(model, LoraConfig(**ADAPTER), autocast_adapter_dtype=not packed)
         row = {"input_ids": [5] * TOKENS, "attention_mask": [1] * TOKENS, "labels": [5] * TOKENS}
         usual = dict(
@@ -90,9 +101,18 @@ SCRIPT = """
             ddp_backend="cpu:gloo,cuda:nccl",
         )
         asked, rows = Asked(), [row] * 64
-        if by_trl:
-            # with a fingerprint: to compute one, datasets 5.2 pickles the table, which pyarrow 26 forbids
-            rows = Dataset(InMemoryTable.from_pydict({"input_ids": [row["input_ids"]] * 64}), fingerprint="rows")
+        if samples:
+            rows = dataset(prompt=[" ".join(["w5"] * (TOKENS // 2))] * 64)
+            own = {"bf16": False, "gradient_checkpointing": False, "num_generations": ROWS, "beta": 0.0}
+            own |= {"max_completion_length": TOKENS // 2}
+            args = trl.GRPOConfig(tempfile.mkdtemp(), **usual, **{**own, **arguments})
+            trainer = sampled()(
+                model, lambda completions, **_: [*map(float, range(len(completions)))], args=args, train_dataset=rows,
+                processing_class=tokenizer(), callbacks=[asked],
+                peft_config=LoraConfig(**ADAPTER) if adapted else None,  # trl keeps a copy of an adapter that is there
+            )
+        elif by_trl:
+            rows = dataset(input_ids=[row["input_ids"]] * 64)
             own = {"bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential"}
             args = trl.SFTConfig(tempfile.mkdtemp(), **usual, **{**own, **arguments})
             trainer = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer(), callbacks=[asked])
@@ -121,6 +141,7 @@ class Job(NamedTuple):
     packed: dict[str, Any] | None = None
     by_liger: bool = False
     prepared: bool = False  # by load_at_prepare
+    samples: bool = False  # of GRPO, half of whose tokens are completions
 
 
 def fsdp(version: int, **config: Any) -> dict[str, Any]:
@@ -183,9 +204,35 @@ OF_LIGER = {
     "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), **LIGER),
 }
 
+SAMPLED: Any = {"samples": True}
+OF_GRPO = {
+    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), **SAMPLED),
+    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), **SAMPLED),
+    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True, **SAMPLED),
+    "FSDP2, LoRA, old and reference": Job(
+        {"num_iterations": 2, "beta": 0.1, **fsdp(2)},
+        Spread.fsdp2(2, **OWN),
+        {"old_log_probs": True, "reference": "adapter_off"},
+        adapted=True,
+        **SAMPLED,
+    ),
+    "FSDP2, micro-batches": Job(
+        {"gradient_accumulation_steps": 4, **fsdp(2)},
+        Spread.fsdp2(2, sync_each_batch=False, **OWN),
+        {"gradient_accumulation_steps": 4},
+        **SAMPLED,
+    ),
+    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), **SAMPLED),
+}
+
 
 def forecast(job: Job) -> int:
-    step = Workload.train(ROWS, TOKENS, adapter=LoraConfig(**ADAPTER) if job.adapted else None, **job.step)
+    adapter = LoraConfig(**ADAPTER) if job.adapted else None
+    if job.samples:
+        half = TOKENS // 2
+        step = Workload.grpo(ROWS, half, half, adapter=adapter, steps_per_generation=0, **job.step)
+    else:
+        step = Workload.train(ROWS, TOKENS, adapter=adapter, **job.step)
     dtype = "bfloat16" if job.packed else job.dtype
     options: Any = {"quantization_config": job.packed} if job.packed else {}
     found = predict_memory(LlamaConfig(**SIZES), step, spread=job.spread, capability=(9, 0), dtype=dtype, **options)
@@ -240,3 +287,9 @@ def test_a_head_that_accelerate_does_not_gather_for_liger_fails_in_the_step_and_
         forecast(job)
     assert forecast(job._replace(spread=Spread.fsdp2(2, wrapped_by="safe_loading")))
     assert forecast(job._replace(step={"fused_lm_head": False}))
+
+
+def test_grpo_over_ranks_asks_for_the_forecast(simulated_cuda: CudaRunner) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: it comes with trl")
+    pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
+    hold(simulated_cuda, OF_GRPO)
