@@ -48,8 +48,8 @@ def plan_of(base: nn.Module) -> dict[str, str]:
     """Return the plan of a model's class, by the names in the model: transformers' own, or the one here."""
     own: dict[str, str] = dict(getattr(base, "tp_plan", None) or {})
     known = _PLANS.get(getattr(getattr(base, "config", None), "model_type", ""), {})
-    if not known or own.keys() - {"lm_head"}:  # transformers says of the head alone how it is split
-        return own
+    if not known or any("layers." in name for name in own):
+        return own  # else transformers says of the head alone how it is split, or of the embeddings too
     prefix = getattr(base, "base_model_prefix", "")
     inside = f"{prefix}." if hasattr(base, prefix) else ""
     return {**{f"{inside}{name}": style for name, style in known.items()}, **own}
