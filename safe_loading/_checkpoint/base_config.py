@@ -161,6 +161,20 @@ def reads_quantization(config: JsonObject) -> bool:
     return any(entry.get("quant_method") or entry.get("load_in_4bit") or entry.get("load_in_8bit") for entry in found)
 
 
+def passed_over(config: JsonObject) -> bool:
+    """Return whether transformers finds a quantization in a config and makes plain layers all the same.
+
+    It does so for a method that it does not know, and for GGUF's where no file of that kind is named.
+    """
+    parts = (config, config.get("text_config"))
+    found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
+    entry = next((entry for entry in found if entry), None)
+    if not isinstance(entry, dict) or entry.get("load_in_4bit") or entry.get("load_in_8bit"):
+        return False
+    method = entry.get("quant_method")
+    return isinstance(method, str) and (method == "gguf" or method not in QUANTIZERS)
+
+
 def _compresses_weights(quantized: JsonObject) -> bool:
     """Return whether compressed-tensors has a format for weights, and not for the cache or activations alone."""
     nested = quantized.get("quantization_config")

@@ -15,7 +15,7 @@ from pathlib import Path
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted, format_bytes
 
-from .base_config import named_quantization
+from .base_config import named_quantization, passed_over
 from .faults import fault
 from .header import TensorInfo
 from .model_folder import ModelFolder
@@ -43,6 +43,11 @@ def left_over_quantization(path: Path, config: JsonObject, tensors: Mapping[str,
     )
     fix = f"delete {entry} from config.json, and what is left are the plain weights that the files hold"
     return fault("quantization-left-over", path, message, fix, sum(info.nbytes for info in tensors.values()))
+
+
+def is_passed_over(config: JsonObject, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a config names a method that transformers passes over, and all tensors of its folder are plain."""
+    return bool(tensors) and passed_over(config) and not any(map(holds_codes, tensors.values()))
 
 
 def bytes_in_codes(folder: ModelFolder) -> int | None:

@@ -18,6 +18,7 @@ from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.meta_model import build_on_meta
 from safe_loading._model.model_config import ignored_sizes, read_config
+from safe_loading._model.quantized.on_disk import without_passed_over
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import CheckpointError
 
@@ -70,6 +71,7 @@ def base_on_meta(
         with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
             config, unused = changed_config(folder.path, options)
+            without_passed_over(config, folder)
     except Exception:  # remote code may do anything
         return None
     arguments = for_constructor(unused)

@@ -18,6 +18,7 @@ from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import class_to_build
+from safe_loading._model.quantized.on_disk import plain_all_the_same
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
@@ -98,7 +99,7 @@ def _options(auto_class: ModelClass | None) -> LoadOptions:
 
 def _answer(base: BaseOnDisk) -> LoadCheck:
     findings = [untied_finding(base.resolved.folder, pair) for pair in base.untied]
-    if getattr(base.config, "quantization_config", None) is not None:
+    if getattr(base.config, "quantization_config", None) is not None and not plain_all_the_same(base.opened):
         return LoadCheck("headers alone: a quantizer makes the modules during the load", findings)
     if base.built_as is None:
         return LoadCheck("headers alone: its class cannot be built on meta", findings)

@@ -28,7 +28,7 @@ from safe_loading.errors import ArgumentError
 from .formats.four_bit_on_meta import four_bit_on_meta
 from .model_config import building, ignored_sizes, read_config, read_generation_config
 from .module_limit import module_limit
-from .quantized.on_disk import refuse_bad_codes
+from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
 from .tensors import inventory, tensor_places
@@ -110,6 +110,7 @@ def meta_model(
     if opened is not None:
         refuse_bad_codes(opened)
         refuse_unread_codes(opened)
+        without_passed_over(config, opened)
     else:
         refuse_unread_config(config.to_dict(), name or type(config).__name__)
     _refuse_quantized(config, name)

@@ -22,7 +22,7 @@ from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetC
 from .formats.registry import FORMATS
 from .meta_model import class_assumed, meta_model
 from .model_config import ignored_sizes
-from .quantized.on_disk import refuse_bad_codes
+from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
 from .weights_dtype import find_weights_dtype
@@ -70,7 +70,7 @@ def quantized_meta_model(
     """
     _refuse_unread(config, folder)
     weights = find_weights_dtype(dtype, config, folder)
-    plain, on_disk = _without_quantization(config)
+    plain, on_disk = _without_quantization(config, folder)
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
@@ -129,9 +129,10 @@ def _refuse_unread(config: PreTrainedConfig, folder: ModelFolder | None) -> None
     refuse_unread_codes(folder)
 
 
-def _without_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig, object]:
+def _without_quantization(config: PreTrainedConfig, folder: ModelFolder | None) -> tuple[PreTrainedConfig, object]:
     """Return a copy of a config that says nothing of a quantization, and the ``quantization_config`` that it had."""
     plain = copy.deepcopy(config)
+    without_passed_over(plain, folder)
     on_disk: object = vars(plain).pop("quantization_config", None)
     for entry in UNREAD_ENTRIES:
         vars(plain).pop(entry, None)

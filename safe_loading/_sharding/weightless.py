@@ -25,7 +25,7 @@ from safe_loading._core.engines import is_integrated
 from safe_loading._model.formats.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
 from safe_loading._model.layout.checkpoint_source import CheckpointSource
 from safe_loading._model.layout.ties import untie_as_in_folder
-from safe_loading._model.quantized.on_disk import refuse_bad_codes
+from safe_loading._model.quantized.on_disk import plain_all_the_same, refuse_bad_codes
 from safe_loading._model.tensors import walk_modules
 from safe_loading._model.zero3 import splits_new_models
 from safe_loading.errors import ArgumentError, SafeLoadingError
@@ -79,9 +79,11 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
             f"{', '.join(given) or 'no name'}. Leave them out, or make this call outside of load_at_prepare()."
         )
     if _is_quantized(name, options):  # whose codes transformers cannot convert on meta
-        if Path(name).is_dir():
-            refuse_bad_codes(ModelFolder(Path(name, options.get("subfolder") or "")))
-        raise _not_as_they_are(name)
+        folder = ModelFolder(Path(name, options.get("subfolder") or ""))
+        if folder.path.is_dir():
+            refuse_bad_codes(folder)
+        if not folder.path.is_dir() or not plain_all_the_same(folder):
+            raise _not_as_they_are(name)
     options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
     quantization = options.pop("quantization_config", None)

@@ -1,4 +1,4 @@
-"""A quantization_config over plain weights, as merges by unsloth leave it: one judgement in every verb."""
+"""A quantization_config over plain weights, left behind by a merge or passed over: one judgement in every verb."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter, save_llama
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from safe_loading import (
     CheckpointError,
     Workload,
     check_checkpoint,
+    load_at_prepare,
     load_peft_on_rank,
     merge_lora_checkpoint,
+    merge_lora_inplace,
     meta_model,
     plan_device_map,
     predict_memory,
     smallest_limits,
+    verify_merge,
+    wrap_fsdp_meta_safe,
 )
 
 # As merges leave them behind: the quantization of the base that was trained on.
@@ -73,3 +79,58 @@ def test_every_verb_refuses_it_and_takes_the_weights_once_it_is_deleted(tmp_path
     assert sum(use.weights for use in results["plan"].devices) == stored
     assert results["smallest_limits"][0] >= stored
     assert check_checkpoint(tmp_path / "out").ok
+
+
+# Of methods that transformers passes over: it makes plain layers, which plain weights fill.
+PASSED_OVER: dict[str, dict[str, Any]] = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}},
+    "a method to come": {"quant_method": "magic", "bits": 3},
+    "gguf": {"quant_method": "gguf"},
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", PASSED_OVER)
+def test_every_verb_takes_plain_weights_whose_method_transformers_passes_over(tmp_path: Path, kind: str) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16)
+    verbs: dict[str, Callable[[Path], Any]] = {
+        "plan": lambda out: plan_device_map(base, {"cpu": "1GB"}).devices,
+        "predict": lambda out: predict_memory(base, Workload.generate(1, 8)).allocated_peak_bytes,
+        "meta_model": lambda out: {name: tensor.shape for name, tensor in meta_model(base).state_dict().items()},
+        "load": lambda out: load_peft_on_rank(base, adapter).state_dict(),
+        "merge in memory": lambda out: merge_lora_inplace(load_peft_on_rank(base, adapter)).state_dict(),
+        "merge": lambda out: merge_lora_checkpoint(base, adapter, out) and _tensors(out),
+        "dequantize": lambda out: merge_lora_checkpoint(base, adapter, out, dequantize=True) and _tensors(out),
+        "verify": lambda out: merge_lora_checkpoint(base, adapter, out) and verify_merge(base, adapter, out).ok,
+        "wrap": lambda out: _whole(wrap_fsdp_meta_safe(meta_model(base), base)),
+        "load at prepare": lambda out: _later(base),
+    }
+    expected = {verb: call(tmp_path / "plain" / verb) for verb, call in verbs.items() if verb != "dequantize"}
+    expected["dequantize"] = expected["merge"]
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": PASSED_OVER[kind]}))
+    for verb, call in verbs.items():
+        assert _equal(call(tmp_path / "marked" / verb), expected[verb]), verb
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+
+def _later(base: Path) -> list[str]:
+    with load_at_prepare():
+        return list(AutoModelForCausalLM.from_pretrained(base).state_dict())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict):
+        return bool(one == other)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) if isinstance(one[name], torch.Tensor) else one[name] == other[name]
+        for name in one
+    )

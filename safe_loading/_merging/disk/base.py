@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.left_over import is_passed_over
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._core.log import quiet
@@ -115,7 +116,7 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
     path, config = resolved.folder / CONFIG, opened.config or {}
     refuse_quantization(checkpoint, config)
     refuse_unread_codes(opened)
-    quantization = config.get("quantization_config")
+    quantization = None if is_passed_over(config, checkpoint.tensors) else config.get("quantization_config")
     facts = resolved.source, opened, resolved.commit, kwargs
     if not quantization:
         return MergeBase(*facts, checkpoint, {}, frozenset(), checkpoint, dtype)

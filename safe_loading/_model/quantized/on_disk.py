@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safe_loading._checkpoint.base_config import quantization_findings
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._checkpoint.left_over import left_over_quantization
+from safe_loading._checkpoint.left_over import is_passed_over, left_over_quantization
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, errors_of
@@ -40,3 +41,24 @@ def quantization_on_disk(folder: ModelFolder, checkpoint: Checkpoint) -> list[Fi
     """Return the findings of a quantization that the config names and the weights do not have, or not whole."""
     config = folder.files.try_read(folder.path / CONFIG)
     return [] if isinstance(config, Finding) else codes_findings(folder.path / CONFIG, config, checkpoint)
+
+
+def plain_all_the_same(folder: ModelFolder) -> bool:
+    """Return whether transformers passes over the quantization that a folder's config names, and its weights are plain.
+
+    False where none is named, and for weights that are not here.
+    """
+    checkpoint = folder.whole_checkpoint
+    return checkpoint is not None and is_passed_over(folder.config or {}, checkpoint.tensors)
+
+
+def without_passed_over(config: Any, folder: ModelFolder | None) -> None:
+    """Take a quantization out of a config of transformers, which passes over it and finds plain weights in the folder.
+
+    That of a language model inside is one, too, where the config has none of its own.
+    """
+    if folder is None or not plain_all_the_same(folder):
+        return
+    for part in (config, vars(config).get("text_config")):
+        if part is not None and not isinstance(part, dict):
+            vars(part).pop("quantization_config", None)
