@@ -29,6 +29,19 @@ from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
 INT8_OF_TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
+# As transformers saves it: pytorch's Phi-4-mini-instruct-INT8-INT4.
+INT4_WITH_INPUT_OF_TORCHAO = {
+    "default": {
+        "_type": "Int8DynamicActivationIntxWeightConfig",
+        "_version": 2,
+        "_data": {
+            "intx_packing_format": {"_data": "UNPACKED_TO_INT8", "_type": "IntxPackingFormat"},
+            "weight_dtype": {"_data": "int4", "_type": "torch.dtype"},
+            "weight_granularity": {"_data": {"group_size": 32}, "_type": "PerGroup", "_version": 1},
+            "weight_scale_dtype": None,
+        },
+    }
+}
 FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 INT4_GROUP = {
     "targets": ["re:.*mlp.*"],
@@ -120,6 +133,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "weight": ((256, 512), torch.int8),
             "scale": ((256, 1), torch.float32),
             "zero_point": ((256, 1), torch.int8),
+        },
+    ),
+    "torchao int8, codes of 4 bits": (
+        {"quant_method": "torchao", "quant_type": INT4_WITH_INPUT_OF_TORCHAO},
+        {
+            "weight": ((256, 512), torch.int8),
+            "scale": ((256, 16), torch.bfloat16),
+            "zero_point": ((256, 16), torch.int8),
         },
     ),
     "torchao int4": (

@@ -1,4 +1,4 @@
-"""torchao, which quantizes the tensor and leaves the layer alone: codes in int8, int4 or fp8.
+"""torchao, which quantizes the tensor and leaves the layer alone: codes in int8, int4 or fp8, and of 1 to 8 bits a byte each.
 
 The layouts are those of torchao 0.18 (``quantization/quantize_/workflows``).
 """
@@ -62,6 +62,8 @@ def stand_in_of_torchao(layer: nn.Module) -> PackedLinear | None:
         grouped = weight.block_size[-1] < layer.in_features
         multiply: Multiply = by_torchao_unpacking if grouped else by_torchao_int8
         multiply = with_input_codes(torch.int8, torch.int32) if with_codes else multiply
+    elif kind == "IntxUnpackedToInt8Tensor":
+        multiply = by_torchao_unpacking
     elif kind == "Float8Tensor":
         multiply = with_input_codes(torch.float8_e4m3fn) if with_codes else by_torchao_unpacking
     elif kind.startswith("Int4"):
@@ -150,6 +152,32 @@ def _int4(layer: nn.Linear, options: Mapping[str, Any]) -> tuple[dict[str, Tenso
     return stored, by_kernel
 
 
+def _intx(layer: nn.Linear, options: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], Multiply]:
+    """Return the parts of ``IntxUnpackedToInt8Tensor``: a byte for each code of 1 to 8 bits."""
+    packing = options.get("intx_packing_format") or "UNPACKED_TO_INT8"
+    packing = packing.get("_data") if isinstance(packing, Mapping) else packing
+    if str(packing).upper() != "UNPACKED_TO_INT8":
+        raise ArgumentError(
+            f"quantization_config: torchao's intx_packing_format {packing!r:.40} cannot be planned, which packs for one "
+            f"kind of CPU; UNPACKED_TO_INT8 can. Plan that: it takes a byte for each code, and is an upper bound."
+        )
+    named = options.get("weight_scale_dtype") or options.get("scale_dtype")
+    scale_dtype = getattr(torch, str(named.get("_data")), None) if isinstance(named, Mapping) else None
+    group = _group_size({"granularity": options.get("weight_granularity") or options.get("granularity")})
+    scale = (layer.out_features, math.ceil(layer.in_features / group) if group else 1)
+    stored: dict[str, TensorSpec] = {
+        "weight": ((layer.out_features, layer.in_features), torch.int8),
+        "scale": (scale, scale_dtype or layer.weight.dtype),
+        "zero_point": (scale, torch.int8),
+    }
+    return stored, by_torchao_unpacking
+
+
+def _intx_with_input(layer: nn.Linear, options: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], Multiply]:
+    grouped = {"weight_granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}}  # where none is named
+    return _intx(layer, {**grouped, **{name: value for name, value in options.items() if value is not None}})
+
+
 def _group_size(options: Mapping[str, Any]) -> int:
     granularity = options.get("granularity")
     inner = granularity.get("_data", {}) if isinstance(granularity, Mapping) else {}
@@ -188,6 +216,8 @@ _TORCHAO: dict[str, _Layout] = {
     "Float8WeightOnlyConfig": _float8,
     "Float8DynamicActivationFloat8WeightConfig": _float8_with_input,
     "Int4WeightOnlyConfig": _int4,
+    "IntxWeightOnlyConfig": _intx,
+    "Int8DynamicActivationIntxWeightConfig": _intx_with_input,
 }
 
 
