@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._checkpoint.left_over import is_passed_over
+from safe_loading._checkpoint.left_over import holds_codes, is_passed_over
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._core.log import quiet
@@ -30,7 +30,7 @@ from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import ArgumentError, MergeError
 
 from .kept_format import weights_by_part
-from .quantized_base import MERGE_BEFORE_QUANTIZED, read_as_plain
+from .quantized_base import read_as_plain, road_into_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
@@ -121,15 +121,15 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
     if not quantization:
         return MergeBase(*facts, checkpoint, {}, frozenset(), checkpoint, dtype)
     if not dequantize:
-        _require_kept_format(path, quantization, dtype)
+        _require_kept_format(path, quantization, dtype, in_codes=any(map(holds_codes, checkpoint.tensors.values())))
     plain, quantized, stale = read_as_plain(checkpoint, config)
     if dequantize:
         return MergeBase(*facts, plain, quantized, stale, plain, dtype)
     return MergeBase(*facts, plain, quantized, frozenset(), checkpoint)
 
 
-def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | None) -> None:
-    """Refuse a base whose codes are not merged into."""
+def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | None, *, in_codes: bool) -> None:
+    """Refuse a base whose codes are not merged into, or whose plain weights its layers round themselves."""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     known = format_named(method)
     if known is None or not known.merged_on_disk:
@@ -138,8 +138,9 @@ def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | 
             "a plain one."
         )
         raise MergeError(
-            f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. "
-            f"{road if known is not None and known.read_on_disk else MERGE_BEFORE_QUANTIZED}"
+            f"{path} says that the base is quantized ({method}); adding to its {'codes' if in_codes else 'weights'} "
+            f"would be wrong{'' if in_codes else ', which its layers round in each forward pass'}. "
+            f"{road if known is not None and known.read_on_disk and in_codes else road_into_plain(method)}"
         )
     if dtype is not None:
         raise ArgumentError(

@@ -22,7 +22,7 @@ from safe_loading.errors import MergeError
 
 from .changes import FLOATS
 
-MERGE_BEFORE_QUANTIZED = (
+_MERGE_BEFORE_QUANTIZED = (
     "Merge into the base that it was made from, whose weights are not quantized: merge_lora_checkpoint(that_base, "
     "adapter, output); then quantize the output as before."
 )
@@ -91,7 +91,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
         method = config.get("quantization_config", {}).get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are {KNOWN_ON_DISK}. "
-            f"{_road(method)} Not known:",
+            f"{road_into_plain(method)} Not known:",
             unknown[:8],
         )
     plain = {name: info for name, info in weights.items() if name not in found}
@@ -116,13 +116,14 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
     return next((weight for weight in found if weight is not None), None)
 
 
-def _road(method: object) -> str:
+def road_into_plain(method: object) -> str:
+    """Return the advice for a base whose codes are not merged into on disk, by its ``quant_method``."""
     known = format_named(method)
     if known is not None and known.instead == "loaded":
         return _MERGE_LOADED
     if known is not None and known.instead == "plain":
         return f"To merge into a plain base, {how_to_dequantize(method)}."
-    return MERGE_BEFORE_QUANTIZED
+    return _MERGE_BEFORE_QUANTIZED
 
 
 def _plain_dtype(config: JsonObject) -> str:

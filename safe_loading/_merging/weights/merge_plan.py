@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of, is_lora_layer, outermost_tuner_layers
-from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
+from safe_loading._model.quantized.recognize import computes_with_others, has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import is_blocked, merge_targets, without_bias
@@ -64,6 +64,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         job = LayerMerge(path, layer, "tokens", chosen, [*rows], [(layer, chosen)], before)
         _check_tensors(job)
         return job
+    _refuse_rounded(layer, names, dequantize)
     if not is_lora_layer(layer):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
@@ -97,6 +98,19 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
             job.marks += [(out_proj, chosen)] if is_lora_layer(out_proj) else []
     _check_tensors(job)
     return job
+
+
+def _refuse_rounded(layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> None:
+    """Refuse a merge into a weight that its layer rounds or scales in each forward pass, and the sum with it."""
+    base = layer.get_base_layer()
+    if (dequantize and is_lora_layer(layer)) or not computes_with_others(base):
+        return
+    if _adapters_to_merge(layer, names, adapters_of(layer)):
+        advice = "Merge with dequantize=True, which puts a plain layer in its place"
+        raise CannotMergeError(
+            f"its {type(base).__name__} rounds or scales its weight in each forward pass, and so would it what the "
+            f"adapter adds. {advice if is_lora_layer(layer) else 'Keep the adapter beside the base'}"
+        )
 
 
 def _adapters_to_merge(layer: TunerModule, names: Sequence[str] | None, existing: frozenset[str]) -> tuple[str, ...]:

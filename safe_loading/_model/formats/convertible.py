@@ -1,11 +1,13 @@
-"""The modules that a format replaces, and the options of its config, as several formats share them."""
+"""The modules that a format replaces, their dtype, and the options of its config, as several formats share them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from safe_loading.errors import ArgumentError
@@ -36,6 +38,17 @@ def convertible(
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and should_convert_module(path, kept):
             yield path, module
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default dtype inside the block: new layers get their biases in it, as in ``from_pretrained``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,8 @@ class Format:
     packed_names: Callable[[nn.Module, QuantizationRequest], set[str]] | None = None
     codes_on_disk: Callable[[Mapping[str, object]], frozenset[str]] = _no_codes_by_name
     holds: Callable[[nn.Module], bool] = _holds_none  # whether a module's own weights are codes of it
+    # Whether a layer computes with other values than its weight has, so that nothing can be added to that.
+    computes_with_others: Callable[[nn.Module], bool] = _holds_none
     # Whether accelerate offloads codes without their scales, so that nothing can tell what they stand for.
     lost_its_scales: Callable[[nn.Module], bool] = _holds_none
     # The bytes of one of its weights on a device, with statistics; None for any other tensor.

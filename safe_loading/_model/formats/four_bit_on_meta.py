@@ -18,7 +18,7 @@ from torch import nn
 from safe_loading.errors import ArgumentError
 
 from .bitsandbytes import bitsandbytes_config
-from .default_dtype import default_dtype
+from .convertible import default_dtype
 from .four_bit import is_four_bit
 
 _RECORD = "_safe_loading_packed_from"

@@ -20,7 +20,7 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, MergeError
 
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, freeze_codes, with_bytes
-from .default_dtype import default_dtype
+from .convertible import default_dtype
 from .format import ADA, Format, QuantizationRequest, TargetCard, loading_with
 from .fp8_kernels import fp8_kernels
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_files

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from .auto_round import AUTO_ROUND
 from .awq import AWQ
+from .bitnet import BITNET, STORED_BITNET
 from .bitsandbytes import BITSANDBYTES
 from .compressed_tensors import COMPRESSED_TENSORS
 from .eight_bit import STORED_EIGHT_BITS
@@ -19,12 +20,17 @@ from .mxfp4 import MXFP4, STORED_MXFP4
 from .stored import StoredCodes
 from .torchao import TORCHAO
 
-_IN_ORDER = (BITSANDBYTES, FP8_BLOCKS, MXFP8, FBGEMM, MXFP4, COMPRESSED_TENSORS, GPTQ, AUTO_ROUND, AWQ, TORCHAO, HQQ)
+_IN_ORDER = (
+    *(BITSANDBYTES, FP8_BLOCKS, MXFP8, FBGEMM, MXFP4, COMPRESSED_TENSORS, GPTQ, AUTO_ROUND, AWQ, TORCHAO, HQQ),
+    BITNET,
+)
 FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
 STORED: Mapping[str, StoredCodes] = {
-    each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS)
+    each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS, STORED_BITNET)
 }
-KNOWN_ON_DISK = "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, and MXFP4"
+KNOWN_ON_DISK = (
+    "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, MXFP4, and packed weights of BitNet"
+)
 
 
 def format_named(method: object) -> Format | None:

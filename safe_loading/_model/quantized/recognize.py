@@ -19,3 +19,8 @@ def is_quantized(module: torch.nn.Module) -> bool:
 def has_offloaded_codes(module: torch.nn.Module) -> bool:
     """Return whether accelerate offloads a weight as codes alone, whose values nothing can tell."""
     return any(each.lost_its_scales(module) for each in FORMATS.values())
+
+
+def computes_with_others(module: torch.nn.Module) -> bool:
+    """Return whether a layer computes with other values than its weight has, so that nothing can be added to that."""
+    return any(each.computes_with_others(module) for each in FORMATS.values())
