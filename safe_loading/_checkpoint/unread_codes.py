@@ -21,6 +21,9 @@ from .left_over import bytes_in_codes, files_take
 from .model_folder import CONFIG, ModelFolder
 from .modelopt import modelopt_codes
 
+# Methods by which transformers quantizes while it loads, and whose codes it does not read from files again (5.23): it
+# refuses those of the first, and makes the weights of the second at random.
+_QUANTIZED_BY_THE_LOAD = ("nvfp4", "quanto")
 UNREAD_ENTRIES = ("quantization", "compression_config")  # of configs, which transformers does not read
 
 
@@ -30,6 +33,7 @@ class _Named(NamedTuple):
     where: Path
     what: str
     fix: str
+    why: str = "transformers would make layers in 16 bits, whose weights no file holds"
 
 
 def unread_codes(folder: ModelFolder) -> Finding | None:
@@ -38,11 +42,14 @@ def unread_codes(folder: ModelFolder) -> Finding | None:
         return found
     document = folder.files.try_read(folder.path / CONFIG)
     config = {} if isinstance(document, Finding) else document
-    named = None if reads_quantization(config) else _named(folder.path / CONFIG, config) or _beside(folder)
+    if reads_quantization(config):
+        named = _written_by_a_load(folder, config)
+    else:
+        named = _named(folder.path / CONFIG, config) or _beside(folder)
     size = None if named is None else bytes_in_codes(folder)
     if named is None or size is None:
         return None
-    message = f"{named.what}{files_take(size)}. transformers would make layers in 16 bits, whose weights no file holds"
+    message = f"{named.what}{files_take(size)}. {named.why}"
     return fault("unread-codes", named.where, message, named.fix, size)
 
 
@@ -77,6 +84,19 @@ def _named(where: Path, config: JsonObject) -> _Named | None:
         "mlx_lm.convert --dequantize; mlx_lm reads these codes"
     )
     return _Named(where, what, fix)
+
+
+def _written_by_a_load(folder: ModelFolder, config: JsonObject) -> _Named | None:
+    """Return the entry of a method whose codes a load makes, where weights are here; plain ones are left over."""
+    entry, method = named_quantization(config) or ("", "")
+    if method not in _QUANTIZED_BY_THE_LOAD or folder.whole_checkpoint is None:
+        return None
+    return _Named(
+        folder.path / CONFIG,
+        f"says in {entry} that the weights are quantized ({method})",
+        "take the checkpoint in 16 bits that it was made of, and quantize it while it is loaded",
+        "transformers quantizes so while it loads, and reads no such codes from files",
+    )
 
 
 def _beside(folder: ModelFolder) -> _Named | None:

@@ -52,6 +52,7 @@ OF_GPTQ = {
 }
 OF_AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 OF_TRANSFORMERS_JS = {"per_channel": True, "reduce_range": True, "per_model_config": {}}
+OF_QUANTO = {"quantization_config": {"quant_method": "quanto", "weights": "int8", "activations": None}}
 NAME = "model.layers.0.mlp.down_proj.weight"
 PACKED = {NAME: torch.zeros(128, 32, dtype=torch.int32)}
 PLAIN = {NAME: torch.zeros(128, 256, dtype=torch.bfloat16)}
@@ -76,6 +77,8 @@ def folder_of(path: Path, inside: dict[str, Any], beside: dict[str, Any] | None 
         ({}, {"quantize_config.json": OF_GPTQ}, None, "quantize_config.json: says .*gptq.*config.json does not"),
         ({}, {"quantize_config.json": OF_GPTQ}, PACKED, "gptq"),
         ({}, {"quant_config.json": OF_AWQ}, None, "quant_config.json: says .*awq"),
+        (OF_QUANTO, None, PACKED, r"\(quanto\); the files take 16.0 KiB.*reads no such codes"),
+        ({"quantization_config": {"quant_method": "nvfp4"}}, None, PACKED, r"\(nvfp4\).* reads no such codes"),
     ],
 )
 def test_codes_that_transformers_does_not_read_are_refused_everywhere(

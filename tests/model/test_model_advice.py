@@ -198,7 +198,12 @@ PLANS: dict[str, Plan] = {
         ANY,
     ),
     "no method that is known": Plan(
-        LLAMA, {"quant_method": "aqlm"}, ANY, "take the checkpoint in 16 bits, whose plan is an upper bound", None, ANY
+        LLAMA,
+        {"quant_method": "quanto"},
+        ANY,
+        "take the checkpoint in 16 bits, whose plan is an upper bound",
+        None,
+        ANY,
     ),
 }
 

@@ -331,7 +331,7 @@ def test_two_methods_contradict_one_another() -> None:
 @pytest.mark.parametrize(
     ("config", "quantization", "card", "message"),
     [
-        (llama(), {"quant_method": "aqlm"}, TargetCard(), "aqlm.*cannot be planned.*fp8.*gptq"),
+        (llama(), {"quant_method": "quark"}, TargetCard(), "quark.*cannot be planned.*fp8.*gptq"),
         (llama(), {"quant_method": "made-up"}, TargetCard(), "made-up"),
         (llama(), {"quant_method": "fp8", "modules_to_not_convert": [COSTLY]}, TargetCard(), "modules_to_not_convert"),
         (llama(), {"load_in_8bit": True, "llm_int8_skip_modules": [COSTLY]}, TargetCard(), "llm_int8_skip_modules"),

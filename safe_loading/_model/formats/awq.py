@@ -18,8 +18,7 @@ from .card_findings import kernel_finding
 from .convertible import LayerRule, convertible, whole_option
 from .format import AMPERE, Format, QuantizationRequest, TargetCard, holds_attribute
 from .gptq import WORD
-from .packed_linear import PackedLinear, TensorSpec
-from .products import by_kernel
+from .packed_linear import PackedLinear, TensorSpec, by_kernel
 
 _UNPACKS_FROM = 1024  # tokens: AwqGemmFn of gptqmodel 5 to 7 (nn_modules/qlinear/gemm_awq.py)
 

@@ -13,8 +13,7 @@ from safe_loading._core.report import Finding
 
 from .card_findings import bytes_of_parameters, refuse_training, with_bytes
 from .format import ADA, Format, QuantizationRequest, TargetCard, loading_with
-from .packed_linear import PackedLinear, frozen
-from .products import with_input_codes
+from .packed_linear import PackedLinear, frozen, with_input_codes
 
 
 def build_compressed(model: nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:

@@ -19,8 +19,7 @@ from safe_loading.errors import ArgumentError
 from .card_findings import kernel_finding
 from .convertible import LayerRule, block_prefixes, rules_by_module, whole_option
 from .format import AMPERE, Format, QuantizationRequest, TargetCard, holds_attribute
-from .packed_linear import PackedLinear, TensorSpec
-from .products import by_kernel
+from .packed_linear import PackedLinear, TensorSpec, by_kernel
 
 WORD = 32  # bits of the integers into which codes are packed
 _LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -16,13 +16,14 @@ from .four_bit import STORED_FOUR_BITS
 from .fp8 import FP8_BLOCKS, MXFP8, STORED_FP8
 from .gptq import GPTQ
 from .hqq import HQQ
+from .kept_codes import AQLM, EETQ, GEMMA, HIGGS, SPQR, VPTQ
 from .mxfp4 import MXFP4, STORED_MXFP4
 from .stored import StoredCodes
 from .torchao import TORCHAO
 
 _IN_ORDER = (
     *(BITSANDBYTES, FP8_BLOCKS, MXFP8, FBGEMM, MXFP4, COMPRESSED_TENSORS, GPTQ, AUTO_ROUND, AWQ, TORCHAO, HQQ),
-    BITNET,
+    *(BITNET, AQLM, VPTQ, SPQR, HIGGS, EETQ, GEMMA),
 )
 FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
 STORED: Mapping[str, StoredCodes] = {

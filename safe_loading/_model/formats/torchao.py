@@ -1,4 +1,4 @@
-"""torchao, which quantizes the tensor and leaves the layer alone: codes in int8, int4 or fp8, and of 1 to 8 bits a byte each.
+"""torchao, which quantizes the tensor and leaves the layer alone: codes in int8, int4, fp8, or a byte for 1 to 8 bits.
 
 The layouts are those of torchao 0.18 (``quantization/quantize_/workflows``).
 """
@@ -17,8 +17,7 @@ from safe_loading.errors import ArgumentError
 
 from .convertible import convertible
 from .format import ADA, AMPERE, Format, QuantizationRequest, TargetCard
-from .packed_linear import Multiply, PackedLinear, TensorSpec
-from .products import by_kernel, with_input_codes
+from .packed_linear import Multiply, PackedLinear, TensorSpec, by_kernel, with_input_codes
 
 
 def is_torchao(tensor: object) -> bool:
@@ -158,8 +157,8 @@ def _intx(layer: nn.Linear, options: Mapping[str, Any]) -> tuple[dict[str, Tenso
     packing = packing.get("_data") if isinstance(packing, Mapping) else packing
     if str(packing).upper() != "UNPACKED_TO_INT8":
         raise ArgumentError(
-            f"quantization_config: torchao's intx_packing_format {packing!r:.40} cannot be planned, which packs for one "
-            f"kind of CPU; UNPACKED_TO_INT8 can. Plan that: it takes a byte for each code, and is an upper bound."
+            f"quantization_config: torchao's intx_packing_format {packing!r:.40} cannot be planned, which packs for "
+            f"one kind of CPU; UNPACKED_TO_INT8 can. Plan that: it takes a byte for each code, and is an upper bound."
         )
     named = options.get("weight_scale_dtype") or options.get("scale_dtype")
     scale_dtype = getattr(torch, str(named.get("_data")), None) if isinstance(named, Mapping) else None
