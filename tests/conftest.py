@@ -91,7 +91,8 @@ def _of_the_process() -> dict[str, Any]:
     import torch
 
     # torch sets the folder when it compiles, and peft's BOFT forgets a compiler there when its kernels do not build
-    ignored = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CC", "CXX")
+    of_inductor = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+    ignored = ("PYTEST_CURRENT_TEST", *of_inductor, "CC", "CXX")
     return {
         **{name: value for name, value in os.environ.items() if name not in ignored},
         "default dtype": torch.get_default_dtype(),

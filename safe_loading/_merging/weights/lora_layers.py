@@ -23,6 +23,7 @@ from .variants import (
     is_dora,
     is_known,
     refuse_impossible,
+    refuse_other_product,
     refuse_own_forward,
 )
 
@@ -80,6 +81,7 @@ def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     :func:`is_blocked` must be true for it. Layers nested in it as ``base_layer`` are not included.
     """
     refuse_impossible(layer, names)
+    refuse_other_product(layer.get_base_layer())
     targets = _BUILDERS[_kind_of(layer)](layer, names)
     for target in targets:
         for matrix in target.matrices:

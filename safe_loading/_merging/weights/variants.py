@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft.tuners.lora import variants
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from safe_loading._core.engines import classes_named
@@ -94,3 +98,70 @@ def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) ->
             f"out, so no merged weight computes what the layer computes. Leave it out of target_modules, or keep the "
             f"adapter"
         )
+
+
+_PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+_ROWS = 8  # of a weight, which are enough to see how a class computes with it
+
+
+def refuse_other_product(base: torch.nn.Module) -> None:
+    """Refuse a layer whose class does more with its weight than the product, such as to standardize it first.
+
+    peft adds to what comes out of such a layer. Nothing is refused where that cannot be tried.
+    """
+    if adds_up(base) is False:
+        raise CannotMergeError(
+            f"its {type(base).__name__} changes its weight in each forward pass before it multiplies by it, and peft "
+            f"adds to what comes out, so no merged weight computes what the layer computes. Leave it out of "
+            f"target_modules, or keep the adapter"
+        )
+
+
+def adds_up(base: torch.nn.Module) -> bool | None:
+    """Return whether a sum of weights gives the sum of outputs, by the class of a layer; None where nobody can tell.
+
+    A few rows of random numbers stand for the weight, whose values and device do not matter.
+    """
+    product = next((kind for kind in _PRODUCTS if isinstance(base, kind)), None)
+    weight = base._parameters.get("weight")
+    if product is None or type(base).forward is product.forward or weight is None:
+        return True
+    # codes are merged by others
+    if type(weight) not in (torch.nn.Parameter, DTensor) or not weight.is_floating_point() or weight.itemsize < 2:
+        return True
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    random = functools.partial(torch.randn, generator=draw, device="cpu", dtype=torch.float32)
+    try:
+        values = random(2, min(_ROWS, weight.shape[0]), *weight.shape[1:])
+        size = _smallest_input(base)
+        x = random(2, *size)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            first, both = (type(base).forward(_standing_for(base, w), x) for w in (values[0], values[0] + values[1]))
+            added = product.forward(_standing_for(base, values[1], bias=False), x)
+        if both.shape != added.shape:  # it pads its input, which peft's layer of an adapter does not
+            return None
+        return bool((both - first - added).norm() < 1e-2 * added.norm())
+    except Exception:  # the class of a repository may do anything with a few rows
+        return None
+
+
+def _smallest_input(base: Any) -> list[int]:
+    """Return the sizes of a row of the input, of a convolution those of the smallest one that fills its kernel."""
+    if isinstance(base, torch.nn.Linear):
+        return [base.in_features]
+    reach = [(kernel - 1) * step + 1 for kernel, step in zip(base.kernel_size, base.dilation, strict=True)]
+    return [base.in_channels, *(max(size, 2) for size in reach)]
+
+
+def _standing_for(base: torch.nn.Module, weight: torch.Tensor, *, bias: bool = True) -> Any:
+    """Return a layer of the same class with a few rows of a weight, and ones for its other values."""
+    other = copy.copy(base)
+    held: tuple[dict[str, torch.Tensor | None], ...] = ({**base._parameters}, {**base._buffers})
+    for tensors in held:
+        for name, tensor in tensors.items():
+            tensors[name] = None if tensor is None else torch.ones(tensor.shape, dtype=torch.float32, device="cpu")
+    held[0]["weight"] = torch.nn.Parameter(weight, requires_grad=False)
+    if held[0].get("bias") is not None:
+        held[0]["bias"] = torch.nn.Parameter(torch.ones(len(weight), device="cpu")) if bias else None
+    vars(other)["_parameters"], vars(other)["_buffers"] = held
+    return other
