@@ -148,11 +148,11 @@ def _load_for_forward(
             for key, parameter in parameters.items():
                 # the copy is a weight of this module for as long as the forward runs
                 copy = parameter.detach().to(device)
-                ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
+                ledger.classify(copy, "weights", module=name, op="staged")
                 module._parameters[key] = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
             for key, buffer in buffers.items():
                 copy = module._buffers[key] = buffer.to(device)
-                ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
+                ledger.classify(copy, "weights", module=name, op="staged")
 
     def after(*_: object) -> None:
         module._parameters.update(parameters)

@@ -142,8 +142,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Whether autograd itself, and not a module that is computed again, fills a gradient of zeros."""
         if not self._between_nodes:
             return False
-        index = self.ledger.index_of(target)
-        return index is not None and self.ledger.allocations[index].op in _ZEROS
+        allocation = self.ledger.allocation_of(target)
+        return allocation is not None and allocation.op in _ZEROS
 
     def _sums_gradients(self, call: OperationCall) -> bool:
         """Whether autograd adds one gradient to another between two nodes, which it does in place for real tensors.

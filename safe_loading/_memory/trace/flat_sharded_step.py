@@ -52,7 +52,7 @@ class FlatShardedParameters(TrainedParameters):
             flat = module._flat_param
             for gradient in (getattr(flat, "grad", None), getattr(flat, "_saved_grad_shard", None)):
                 if gradient is not None:
-                    ledger.classify(ledger.index_of(gradient), "gradients")
+                    ledger.classify(gradient, "gradients")
 
     def drop_gradients(self) -> None:
         """Drop those of the units too, as FSDP1 does when the next forward pass begins."""
@@ -137,8 +137,8 @@ def _classify_shards(model: FullyShardedDataParallel, parts: frozenset[str], led
     for module in FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param
         if flat is not None:
-            component = "adapters" if all(is_adapter(name, parts) for name in flat._fqns) else "weights"
-            ledger.classify(ledger.index_of(flat), component)  # type: ignore[arg-type]  # one of the two
+            of_adapter = all(is_adapter(name, parts) for name in flat._fqns)
+            ledger.classify(flat, "adapters" if of_adapter else "weights")
 
 
 @contextlib.contextmanager

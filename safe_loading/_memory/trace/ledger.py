@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -173,16 +173,26 @@ class Ledger:
         """Return the index of the tensor's allocation."""
         return self.live.get(local(tensor).untyped_storage()._cdata)
 
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
+        """Return the tensor's allocation."""
+        index = self.index_of(tensor)
+        return None if index is None else self.allocations[index]
+
     def classify(
-        self, index: int | None, component: Component, *, module: str | None = None, op: str | None = None
+        self, tensor: torch.Tensor, component: Component, *, module: str | None = None, op: str | None = None
     ) -> None:
-        """Set an allocation's component, once that is known, and its module and operation where these are given."""
-        if index is None or index < 0:
-            return
-        old = self.allocations[index]
-        self.allocations[index] = old._replace(
-            component=component, module=old.module if module is None else module, op=old.op if op is None else op
-        )
+        """Set the component of a tensor's allocation, once that is known; its module and operation where given."""
+        index = self.index_of(tensor)
+        if index is not None:
+            old = self.allocations[index]
+            module, op = old.module if module is None else module, old.op if op is None else op
+            self.allocations[index] = old._replace(component=component, module=module, op=op)
+
+    def classify_temporary(self, indices: Iterable[int], component: Component) -> None:
+        """Set the component of those of some allocations that nothing is known of yet."""
+        for index in indices:
+            if self.allocations[index].component == "temporary":
+                self.allocations[index] = self.allocations[index]._replace(component=component)
 
     def take_back(self, tensor: torch.Tensor) -> None:
         """Note that a storage was never made."""

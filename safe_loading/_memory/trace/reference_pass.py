@@ -65,5 +65,5 @@ def _allocate_copy(model: torch.nn.Module, ledger: Ledger, *, of_base: bool) -> 
     tensors = [p for p in model.parameters() if not (of_base and p.requires_grad)] + [*model.buffers()]
     for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values():
         copy = torch.empty_like(tensor)
-        ledger.classify(ledger.index_of(copy), "weights")
+        ledger.classify(copy, "weights")
         ledger.keep_alive(copy)

@@ -41,8 +41,7 @@ class ReplicatedParameters(TrainedParameters):
         self._reducer = _reducer(parameters, spread)
         if spread.find_unused_parameters and parameters:  # a number for each that says whether it was used
             self._used = torch.empty(len(parameters), dtype=torch.int32, device=parameters[0].device)
-        for index in set(ledger.live.values()) - before:
-            ledger.classify(index, "gradients")
+        ledger.classify_temporary(set(ledger.live.values()) - before, "gradients")
 
     @property
     def stepped(self) -> list[torch.nn.Parameter]:

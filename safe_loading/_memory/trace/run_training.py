@@ -50,7 +50,7 @@ def run_training(
 
     def classify(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            ledger.classify(ledger.index_of(parameter.grad), "gradients")
+            ledger.classify(parameter.grad, "gradients")
 
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(classify)  # type: ignore[no-untyped-call]  # of torch
@@ -111,7 +111,7 @@ def _run_micro_batches(
             loss = forward_pass(model, workload, batches[number], inputs, reference) if grpo is None else grpo.loss()
         if not loss.requires_grad:
             raise TraceError(NOTHING_TRAINED)
-        _classify_activations(ledger)
+        ledger.classify_temporary(ledger.live.values(), "activations")  # they are kept for the backward pass
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"
         trained.begin_backward(last)
@@ -154,7 +154,7 @@ class _Importance:
         known = vars(self._allocator)
         numbers = tensors_of([known[name] for name in ("ipt", "exp_avg_ipt", "exp_avg_unc")])
         for tensor in numbers:
-            self._ledger.classify(self._ledger.index_of(tensor), "optimizer")
+            self._ledger.classify(tensor, "optimizer")
         return numbers
 
 
@@ -187,7 +187,7 @@ def _make_optimizer(
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for tensor in tensors_of(state):
-            ledger.classify(ledger.index_of(tensor), "optimizer")
+            ledger.classify(tensor, "optimizer")
     return optimizer, first_update
 
 
@@ -214,17 +214,10 @@ def _allocate_state(
         parts = rule.state_parts(parameter.shape, parameter.itemsize, of_embedding=of_embedding)
         for size in filter(None, parts):
             state = torch.empty(size, dtype=torch.uint8, device=parameter.device)
-            ledger.classify(ledger.index_of(state), "optimizer")
+            ledger.classify(state, "optimizer")
             ledger.keep_alive(state)
 
 
 def _offloaded(workload: Workload) -> AbstractContextManager[object]:
     # pinned memory of the host would make no difference on the device
     return torch.autograd.graph.save_on_cpu() if workload.activation_offload else contextlib.nullcontext()
-
-
-def _classify_activations(ledger: Ledger) -> None:
-    """Classify the forward pass's tensors still alive after it as activations: they are kept for the backward pass."""
-    for index in list(ledger.live.values()):
-        if ledger.allocations[index].component == "temporary":
-            ledger.classify(index, "activations")

@@ -33,6 +33,7 @@ from safe_loading.errors import ArgumentError
 
 from .fake_tensors import adapter_parts, is_adapter
 from .ledger import Ledger
+from .records import Component
 from .trained_parameters import TrainedParameters
 
 
@@ -86,13 +87,14 @@ class ShardedParameters(TrainedParameters):
         for parameter, shard in zip(self._sharded, self.parameters, strict=True):
             if isinstance(parameter.grad, DTensor):
                 shard.grad = parameter.grad._local_tensor
-                ledger.classify(ledger.index_of(shard.grad), "gradients")
+                ledger.classify(shard.grad, "gradients")
         for module in self._model.modules() if not self._sync_each_batch else ():
             for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
                 for held in group.fsdp_params:  # whole until the last micro-batch, in the dtype of the reduction or not
                     whole = held.unsharded_accumulated_grad
                     whole = getattr(getattr(held, "_unsharded_param", None), "grad", None) if whole is None else whole
-                    ledger.classify(ledger.index_of(whole), "gradients") if whole is not None else None
+                    if whole is not None:
+                        ledger.classify(whole, "gradients")
 
     def drop_gradients(self) -> None:
         """Drop those of the parameters too, which are the same tensors."""
@@ -226,9 +228,8 @@ def _classify_shards(model: torch.nn.Module, ledger: Ledger) -> None:
             for parameter in group.fsdp_params:
                 path = paths[id(parameter._module_info.module)]
                 name = f"{path}.{parameter._module_info.param_name}" if path else parameter._module_info.param_name
-                component = "adapters" if is_adapter(name, parts) else "weights"
-                index = ledger.index_of(parameter._sharded_param_data)
-                ledger.classify(index, component, module=path, op=name)  # type: ignore[arg-type]  # one of the two
+                component: Component = "adapters" if is_adapter(name, parts) else "weights"
+                ledger.classify(parameter._sharded_param_data, component, module=path, op=name)
 
 
 def _groups_of(module: FSDPModule) -> list[_fsdp_param_group.FSDPParamGroup]:
@@ -248,7 +249,7 @@ def resizing_seen(
         allocate(tensor, *size)
         if was_empty and tensor.untyped_storage().size():
             ledger.reallocate(tensor, "fsdp.all_gather")
-            ledger.classify(ledger.index_of(tensor), "weights")
+            ledger.classify(tensor, "weights")
 
     def free_storage(tensor: torch.Tensor) -> None:
         ledger.release(tensor)
@@ -266,7 +267,7 @@ def _storages_seen(ledger: Ledger) -> Iterator[None]:
 
     def init_unsharded_param(self: FSDPParam) -> None:
         for tensor in self.all_gather_outputs:
-            ledger.classify(ledger.index_of(tensor), "weights")
+            ledger.classify(tensor, "weights")
         gathered(self)
 
     with (

@@ -52,15 +52,15 @@ def as_returned(output: Any, workload: Workload) -> Any:
 def classify_inputs(batch: object, ledger: Ledger) -> None:
     """Count the tensors of a batch as inputs, as far as they are nothing else."""
     for tensor in tensors_of(batch):
-        index = ledger.index_of(tensor)
-        if index is not None and ledger.allocations[index].component == "temporary":
-            ledger.classify(index, "inputs", module="")
+        made = ledger.allocation_of(tensor)
+        if made is not None and made.component == "temporary":
+            ledger.classify(tensor, "inputs", module="")
 
 
 def classify_cache(cache: object, ledger: Ledger) -> None:
     """Count the tensors of a cache as ``kv_cache``."""
     for tensor in tensors_of(cache):
-        ledger.classify(ledger.index_of(tensor), "kv_cache")
+        ledger.classify(tensor, "kv_cache")
 
 
 def field(output: object, *names: str) -> object:

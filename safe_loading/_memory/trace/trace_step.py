@@ -249,9 +249,9 @@ def _count_as_own(model: torch.nn.Module, ledger: Ledger) -> None:
     }
     for component, tensors in own.items():
         for tensor in tensors:
-            index = ledger.index_of(tensor)
-            if index is not None and ledger.allocations[index].component in ("activations", "temporary"):
-                ledger.classify(index, component)
+            made = ledger.allocation_of(tensor)
+            if made is not None and made.component in ("activations", "temporary"):
+                ledger.classify(tensor, component)
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:

@@ -119,10 +119,9 @@ def cast_parameters(
                 continue
             if id(parameter) not in cast:
                 made = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                index = ledger.index_of(parameter)
-                if index is not None:
-                    old = ledger.allocations[index]
-                    ledger.classify(ledger.index_of(made), old.component, module=old.module, op=old.op)
+                old = ledger.allocation_of(parameter)
+                if old is not None:
+                    ledger.classify(made, old.component, module=old.module, op=old.op)
                 cast[id(parameter)] = made
             module._parameters[name] = cast[id(parameter)]
     return [cast.get(id(parameter), parameter) for parameter in trained]

@@ -67,7 +67,7 @@ class _Gathering:
                 sizes[one.parameter.dtype] = sizes.get(one.parameter.dtype, 0) + one.size * ranks
             for dtype in sorted(sizes, key=str):
                 self._flat.append(torch.empty(sizes[dtype], dtype=dtype, device=held[0].parameter.device))
-                ledger.classify(ledger.index_of(self._flat[-1]), "weights", op="zero.gathered")
+                ledger.classify(self._flat[-1], "weights", op="zero.gathered")
         for one in held:
             one.state = "coming"
 
@@ -79,7 +79,7 @@ class _Gathering:
             if self._flat:
                 parameter = one.parameter
                 parameter.data = torch.empty(one.shape, dtype=parameter.dtype, device=parameter.device)
-                self._ledger.classify(self._ledger.index_of(parameter), one.component, op="zero.gathered")
+                self._ledger.classify(parameter, one.component, op="zero.gathered")
             one.state = "whole"
         self._done = True
 
@@ -88,7 +88,7 @@ def gather_alone(held: Held, ranks: int, ledger: Ledger) -> None:
     """Gather a parameter into a buffer of its own, of which the parameter is a view."""
     parameter = held.parameter
     buffer = torch.empty(held.size * ranks, dtype=parameter.dtype, device=parameter.device)
-    ledger.classify(ledger.index_of(buffer), held.component, op="zero.gathered")
+    ledger.classify(buffer, held.component, op="zero.gathered")
     parameter.data = buffer.narrow(0, 0, held.count).view(held.shape)
     held.state = "whole"
 

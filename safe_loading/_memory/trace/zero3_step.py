@@ -72,12 +72,12 @@ class PartitionedParameters(DeepSpeedParameters):
                 )
             persists = parameter.numel() <= self._zero.stage3_param_persistence_threshold
             one = Held(parameter, place, self._ranks, persists)
-            index = self._ledger.index_of(parameter)
-            if index is not None:
-                one.component = self._ledger.allocations[index].component
+            allocation = self._ledger.allocation_of(parameter)
+            if allocation is not None:
+                one.component = allocation.component
             if not parameter.requires_grad:
                 part = torch.empty(one.size, dtype=parameter.dtype, device=parameter.device)
-                self._ledger.classify(self._ledger.index_of(part), one.component, op="zero.part")
+                self._ledger.classify(part, one.component, op="zero.part")
                 self._frozen.append(part)
             held.append(one)
         return held
@@ -90,9 +90,7 @@ class PartitionedParameters(DeepSpeedParameters):
         where = fake_device("cpu") if self._zero.offload_optimizer else device
         self._flat = torch.empty(total, dtype=self._dtype, device=device)
         only_adapters = {one.component for one in self._trained} == {"adapters"}
-        self._ledger.classify(
-            self._ledger.index_of(self._flat), "adapters" if only_adapters else "weights", op="zero.flat"
-        )
+        self._ledger.classify(self._flat, "adapters" if only_adapters else "weights", op="zero.flat")
         self._masters = [
             torch.nn.Parameter(torch.empty(sum(one.size for one in group), dtype=torch.float32, device=where))
             for group in self._groups
@@ -101,9 +99,9 @@ class PartitionedParameters(DeepSpeedParameters):
         self._gradient = torch.zeros(total, dtype=self._dtype, device=where)
         self._overflow = torch.zeros(1, dtype=torch.bool, device=where)
         for made in (*self._masters, self._overflow):
-            self._ledger.classify(self._ledger.index_of(made), "optimizer")
+            self._ledger.classify(made, "optimizer")
         for made in (self._bucket, self._gradient):
-            self._ledger.classify(self._ledger.index_of(made), "gradients")
+            self._ledger.classify(made, "gradients")
         self._gradients = list(torch.split(self._gradient, [one.size for one in self._trained]))
 
     def _sub_groups(self) -> list[list[Held]]:
@@ -169,7 +167,7 @@ class PartitionedParameters(DeepSpeedParameters):
                 if (missing := size - elements_of_rank(rank, gradient.numel(), ranks))
             ]
             flat = torch.empty(sum(sizes) * ranks, dtype=self._dtype, device=self._bucket.device)
-            self._ledger.classify(self._ledger.index_of(flat), "gradients")
+            self._ledger.classify(flat, "gradients")
             del padding
         own = flat.narrow(0, self._rank * sum(sizes), sum(sizes))
         return [
@@ -207,7 +205,7 @@ class PartitionedParameters(DeepSpeedParameters):
         ]
         self._scaled_norm = torch.linalg.vector_norm(torch.stack(norms), ord=2.0)
         norm = self._norm = self._scaled_norm / 1.0
-        self._ledger.classify(self._ledger.index_of(norm), "optimizer")
+        self._ledger.classify(norm, "optimizer")
 
     def _by_group(self) -> list[list[torch.Tensor]]:
         """Return this rank's gradients, those of each sub-group together."""
@@ -223,7 +221,7 @@ class PartitionedParameters(DeepSpeedParameters):
                 master.grad = torch.zeros_like(master)
             else:
                 gradient = _flatten_dense_tensors(parts).to(torch.float32)  # type: ignore[no-untyped-call]  # of torch
-                self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+                self._ledger.classify(gradient, "gradients")
                 master.grad = gradient.mul_(1.0)  # unscaled and clipped
                 del gradient
             if optimizer is not None:

@@ -102,7 +102,7 @@ class DeepSpeedParameters(TrainedParameters):
     def _received(self, place: int) -> None:
         gradient = self.parameters[place].grad
         if gradient is not None:
-            self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+            self._ledger.classify(gradient, "gradients")
             self._take(place, gradient)
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
@@ -141,13 +141,11 @@ class ZeroParameters(DeepSpeedParameters):
 
     def _flatten(self) -> None:
         """Lay the parameters into one flat tensor, and copy the rank's share of it in float32."""
-        components = {
-            self._ledger.allocations[i].component for i in map(self._ledger.index_of, self.parameters) if i is not None
-        }
-        component = "adapters" if components == {"adapters"} else "weights"
+        allocations = filter(None, map(self._ledger.allocation_of, self.parameters))
+        only_adapters = {allocation.component for allocation in allocations} == {"adapters"}
         count = self._share * self._ranks
         flat = torch.empty(count, dtype=self._dtype, device=self.parameters[0].device)
-        self._ledger.classify(self._ledger.add(flat, "zero.flat"), component, op="zero.flat")  # type: ignore[arg-type]
+        self._ledger.classify(flat, "adapters" if only_adapters else "weights", op="zero.flat")
         start = 0
         for parameter in self.parameters:
             parameter.data = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
@@ -159,11 +157,11 @@ class ZeroParameters(DeepSpeedParameters):
         where = self._master.device
         self._norm = torch.zeros((), device=where)  # of the step before, which the engine keeps
         for made in (self._master, self._norm):
-            self._ledger.classify(self._ledger.index_of(made), "optimizer")
+            self._ledger.classify(made, "optimizer")
         if self._zero.offload_optimizer:  # through it gradients of the host come back to be added up
             largest = max(parameter.numel() for parameter in self.parameters)
             self._staging = torch.empty(largest, dtype=self._dtype, device=flat.device)
-            self._ledger.classify(self._ledger.index_of(self._staging), "gradients")
+            self._ledger.classify(self._staging, "gradients")
 
     def _own_share(self) -> torch.Tensor:
         return self._flat.narrow(0, self._rank * self._share, self._share).detach()
@@ -179,7 +177,7 @@ class ZeroParameters(DeepSpeedParameters):
                 self._buffers.append(
                     torch.empty(self._zero.reduce_bucket_size, dtype=self._dtype, device=gradient.device)
                 )
-                self._ledger.classify(self._ledger.index_of(self._buffers[-1]), "gradients")
+                self._ledger.classify(self._buffers[-1], "gradients")
         if self._zero.stage == 2 or (self._zero.overlap_comm and self._last):
             self._put_into_bucket(place)
 
@@ -257,7 +255,7 @@ class ZeroParameters(DeepSpeedParameters):
         if self._kept is None:
             total = sum(self.parameters[own].numel() for own in self._own)
             self._kept = torch.empty(total, dtype=self._dtype, device=gradient.device)
-            self._ledger.classify(self._ledger.index_of(self._kept), "gradients")
+            self._ledger.classify(self._kept, "gradients")
             self._kept_until = 0
         view = self._kept.narrow(0, self._kept_until, gradient.numel())
         view.copy_(gradient.view(-1))
@@ -331,7 +329,7 @@ class ZeroParameters(DeepSpeedParameters):
         flat = _flatten_dense_tensors(self._averaged)  # type: ignore[no-untyped-call]  # of torch
         gradient = flat.float()
         del flat
-        self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+        self._ledger.classify(gradient, "gradients")
         self._master.grad = gradient
         self._averaged = []
         gradient.mul_(1.0)  # unscaled and clipped in place
