@@ -11,7 +11,7 @@ import torch
 from transformers import masking_utils
 
 from safe_loading._core.report import Finding
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.text_config import text_config
 
 from .audited_model import AuditedModel
@@ -29,10 +29,7 @@ class RowsSeen:
 @contextlib.contextmanager
 def watching_rows() -> Iterator[RowsSeen]:
     """Inside, it is recorded whether transformers looks for the bounds of rows while it makes a mask."""
-    seen, find = RowsSeen(), getattr(masking_utils, "find_packed_sequence_indices", None)
-    if find is None:  # an older release, whose masks know no rows
-        yield seen
-        return
+    seen, find = RowsSeen(), seen_here(masking_utils, "find_packed_sequence_indices")
 
     def record(*args: Any, **kwargs: Any) -> Any:
         bounds = find(*args, **kwargs)

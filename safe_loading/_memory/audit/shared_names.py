@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.report import Finding, Severity
@@ -42,11 +43,8 @@ def check_shared(audited: AuditedModel) -> Iterator[Finding]:
 
 def _is_saved(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> bool:
     """Whether transformers finds one name to write for each of the tensors; it has the rule, and raises."""
-    rule = getattr(modeling_utils, "remove_tied_weights_from_state_dict", None)
-    if rule is None:  # before transformers 5, where it is a part of save_pretrained
-        return True
     try:
-        rule(dict(state), model)
+        remove_tied_weights_from_state_dict(dict(state), model)
     except RuntimeError:
         return False
     return True

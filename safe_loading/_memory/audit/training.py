@@ -79,8 +79,6 @@ def _frozen_by_method(
     flags = [(p, p.requires_grad) for p in audited.inner.parameters()]
     try:
         for layer in layers:
-            if not hasattr(layer, "set_requires_grad"):  # before peft 0.18, which has no such methods either
-                return set()
             layer.set_requires_grad(list(active))
         return {id(p) for p in untrained.values() if id(p) in own and not p.requires_grad}
     finally:
