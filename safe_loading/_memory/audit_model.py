@@ -247,7 +247,7 @@ def _check_steps(
     with with_stand_ins(audited.model), unsharded(audited.model):
         if workload is not None:
             try:
-                for config in getattr(audited.adapted, "peft_config", {}).values():
+                for config in audited.adapter_configs.values():
                     refuse_adapter(config)
                 step = trace_configured(audited, workload, inputs, planned=planned)
                 findings += step_checks.check_step(step, workload)

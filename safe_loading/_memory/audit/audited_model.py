@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from safe_loading._core.engines import is_integrated
 from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, inside_engines
@@ -72,9 +75,31 @@ class AuditedModel:
         return self.inner is not self.outermost
 
     @property
+    def adapter_configs(self) -> dict[str, Any]:
+        """The configs of the adapters by their names."""
+        return getattr(self.adapted, "peft_config", {})
+
+    @functools.cached_property
+    def checkpoint(self) -> Path | None:
+        """The folder of the checkpoint that the base says it was loaded from; None if it is not on this machine."""
+        named = getattr(getattr(self.base, "config", None), "_name_or_path", "") or getattr(
+            self.base, "name_or_path", ""
+        )
+        try:
+            found = cached_file(named, "config.json", local_files_only=True) if named else None
+        except (OSError, ValueError):
+            return None
+        return None if found is None else Path(str(found)).parent
+
+    @property
     def training_arguments(self) -> object:
         """The trainer's arguments, or None."""
         return getattr(self.trainer, "args", None)
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of torch, which accelerate may have wrapped (``AcceleratedOptimizer``)."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @functools.cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -174,6 +199,19 @@ def _groups_of(held: object) -> list[dict[str, Any]]:
     values = [*held.values()] if isinstance(held, dict) else [*held] if isinstance(held, (list, tuple)) else [held]
     groups = [getattr(value, "param_groups", None) for value in values if not isinstance(value, torch.nn.Module)]
     return [group for each in groups if isinstance(each, list) for group in each if isinstance(group, dict)]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all its values here: not on meta, and not sharded."""
+    return not tensor.is_meta and not isinstance(tensor, DTensor)
+
+
+def by_value(mapping: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the keys of each value, in their order."""
+    found: dict[str, list[str]] = {}
+    for key, value in mapping.items():
+        found.setdefault(value, []).append(key)
+    return found
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:

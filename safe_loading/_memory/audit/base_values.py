@@ -11,8 +11,6 @@ import torch
 from peft.tuners.adaption_prompt.layer import AdaptedAttention
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch.distributed.tensor import DTensor
-from transformers.utils.hub import cached_file
 
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.log import quiet
@@ -29,7 +27,7 @@ from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._wrapping.transparent import mixins_and_original
 from safe_loading.errors import SafeLoadingError
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, by_value, has_values, size_of
 
 _COMPARED = 2**16  # elements of each weight: a merge or another start changes nearly all
 _RANDOM_START = "pissa_niter"  # what init_lora_weights begins with where peft draws random numbers for the base
@@ -43,7 +41,7 @@ _FIX = (
 
 def check_random_start(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for each adapter whose start changes the base by random numbers, which a load draws anew."""
-    for adapter, config in getattr(audited.adapted, "peft_config", {}).items():
+    for adapter, config in audited.adapter_configs.items():
         start = str(getattr(config, "init_lora_weights", ""))
         if audited.training and start.lower().startswith(_RANDOM_START):
             message = (
@@ -62,7 +60,7 @@ def check_base_values(audited: AuditedModel, skipped: list[str]) -> Iterator[Fin
     reason for which the base was not compared is added to `skipped`.
     """
     base: Any = audited.base
-    folder = _folder_of(base) if audited.adapted is not None else None
+    folder = audited.checkpoint if audited.adapted is not None else None
     frozen = {} if folder is None else _frozen(audited)
     if folder is None or not frozen:
         return
@@ -78,7 +76,7 @@ def check_base_values(audited: AuditedModel, skipped: list[str]) -> Iterator[Fin
         skipped.append(f"base values: {folder} could not be compared with the base (SL140): {error}")
         return
     if wrong:
-        told = "; ".join(f"{', '.join(names)} ({why})" for why, names in _by_reason(wrong).items())
+        told = "; ".join(f"{first_names(names)} ({why})" for why, names in by_value(wrong).items())
         message = (
             f"{counted(len(wrong), 'weight')} of the frozen base {'is' if len(wrong) == 1 else 'are'} not what "
             f"{folder} holds, onto which the adapter will be loaded: {told}."
@@ -87,32 +85,17 @@ def check_base_values(audited: AuditedModel, skipped: list[str]) -> Iterator[Fin
         yield Finding("SL140", "error", first_names(wrong), message, _FIX, size)
 
 
-def _folder_of(base: Any) -> Path | None:
-    """Return the folder of the checkpoint that a model says it was loaded from; None if it is not on this machine."""
-    name = getattr(getattr(base, "config", None), "_name_or_path", "") or getattr(base, "name_or_path", "")
-    try:
-        found = cached_file(name, "config.json", local_files_only=True) if name else None
-    except (OSError, ValueError):
-        return None
-    return None if found is None else Path(str(found)).parent
-
-
 def _not_compared(audited: AuditedModel) -> str:
     """Return in a sentence why a base has no values to compare; nothing where it has."""
     base: Any = audited.base
     if any(is_quantized(module) for module in base.modules()):
         return "the base is quantized in memory, whose codes are no values of the checkpoint."
-    if any(
-        getattr(config, "layer_replication", None) for config in getattr(audited.adapted, "peft_config", {}).values()
-    ):
+    configs = audited.adapter_configs.values()
+    if any(getattr(config, "layer_replication", None) for config in configs):
         return "the adapter repeats layers of the base, which the checkpoint has by other numbers."
-    return "the adapter's start changed the base, and does so again in a load." if _starts_on_base(audited) else ""
-
-
-def _starts_on_base(audited: AuditedModel) -> bool:
-    """Whether an adapter changed the base as it was attached, which peft does again when it is loaded."""
-    configs = getattr(audited.adapted, "peft_config", {}).values()
-    return any(starts_on_base(config) or method_name(config.peft_type) == "OSF" for config in configs)
+    if any(starts_on_base(config) or method_name(config.peft_type) == "OSF" for config in configs):
+        return "the adapter's start changed the base, and does so again in a load."
+    return ""
 
 
 def _frozen(audited: AuditedModel) -> dict[str, torch.Tensor]:
@@ -120,12 +103,9 @@ def _frozen(audited: AuditedModel) -> dict[str, torch.Tensor]:
     base: Any = audited.base
     added = {id(p) for p in audited.adapter_parameters.values()} | {id(p) for p in audited.saved.values()}
     found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
     for name, parameter in _own_parameters(base, ""):
-        if id(parameter) in added or parameter.requires_grad or parameter.is_meta or isinstance(parameter, DTensor):
-            continue
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
+        if has_values(parameter) and not parameter.requires_grad and id(parameter) not in added:
+            added.add(id(parameter))
             found[name] = parameter
     return found
 
@@ -179,10 +159,3 @@ def _other_values(
             through = loaded_as if narrower else None  # it was rounded by the load, and cast back
             targets.append(ShardTarget(name, 0, begin.numel(), begin, through))
     return wrong | dict.fromkeys(differing(source, targets), "there with other values")
-
-
-def _by_reason(wrong: dict[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, why in wrong.items():
-        found.setdefault(why, []).append(name)
-    return {why: [first_names(names)] for why, names in found.items()}

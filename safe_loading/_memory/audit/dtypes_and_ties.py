@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
-from torch.distributed.tensor import DTensor
 
 from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted, format_bytes
@@ -15,7 +14,7 @@ from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.quantized.recognize import is_quantized
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, has_values, size_of
 
 
 def bytes_by_dtype(audited: AuditedModel) -> dict[str, int]:
@@ -157,6 +156,6 @@ def check_finite(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def _has_no_number(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0 or tensor.itemsize < 2:
+    if not has_values(tensor) or tensor.numel() == 0 or tensor.itemsize < 2:
         return False
     return not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

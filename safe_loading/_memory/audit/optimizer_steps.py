@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch.distributed.tensor import DTensor
 
 from safe_loading._core.names import first_names, method_name
 from safe_loading._core.report import Finding, counted
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, has_values, size_of
 
 _SAMPLED = 2**14  # elements of each weight
 _SOME = 0.1  # of the weights: below that nine tenths of the way are gone, and more
@@ -23,7 +22,7 @@ _OWN_COPIES = ("deepspeed", "fsdp")  # arguments of a Trainer with which float32
 
 def check_rates(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for trained parameters whose group has a rate of zero, from which no schedule leads away."""
-    rates = {} if audited.optimizer is None else _rates(audited.optimizer)
+    rates = _rates(audited.torch_optimizer)
     own = {name: p for name, p in audited.model.named_parameters() if p.requires_grad and rates.get(id(p)) == 0}
     if own:
         are = "parameter is" if len(own) == 1 else "parameters are"
@@ -45,7 +44,7 @@ def check_rounded_steps(audited: AuditedModel) -> Iterator[Finding]:
     for name, parameter in audited.model.named_parameters():
         rate = rates.get(id(parameter), 0.0)
         bits = _MANTISSA.get(parameter.dtype)
-        if not parameter.requires_grad or bits is None or not rate or _is_unknown(parameter):
+        if not parameter.requires_grad or bits is None or not rate or not has_values(parameter):
             continue
         values = parameter.detach().reshape(-1)[:_SAMPLED].float()
         half = torch.exp2(torch.frexp(values.cpu()).exponent.float() - 1 - bits)
@@ -63,16 +62,11 @@ def check_rounded_steps(audited: AuditedModel) -> Iterator[Finding]:
         yield Finding("SL143", "warning" if still > total / 2 else "info", first_names(where), message, fix)
 
 
-def _is_unknown(parameter: torch.nn.Parameter) -> bool:
-    return parameter.is_meta or isinstance(parameter, DTensor)
-
-
-def _rates(optimizer: Any) -> dict[int, float]:
+def _rates(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
     """Return the rate of each parameter: its schedule's, where one begins at zero."""
-    inner: Any = getattr(optimizer, "optimizer", optimizer)  # of AcceleratedOptimizer
     return {
         id(p): max(float(group.get("lr", 0.0)), float(group.get("initial_lr", 0.0)))
-        for group in inner.param_groups
+        for group in ([] if optimizer is None else optimizer.param_groups)
         if "lr" in group
         for p in group["params"]
     }
@@ -83,12 +77,13 @@ def _rates_of_adam(audited: AuditedModel) -> Mapping[int, float]:
     arguments: Any = audited.training_arguments
     if any(getattr(arguments, name, None) for name in _OWN_COPIES):
         return {}
-    if audited.optimizer is not None:
-        inner: Any = getattr(audited.optimizer, "optimizer", audited.optimizer)
-        rounds = any(getattr(inner, name, False) for name in ("bf16_stochastic_round", "master_weights"))
-        return {} if rounds or not type(inner).__name__.lower().startswith(("adam", "pagedadam")) else _rates(inner)
-    name, rate = str(getattr(arguments, "optim", "")), getattr(arguments, "learning_rate", None)
-    name = str(getattr(getattr(arguments, "optim", ""), "value", name))
+    optimizer = audited.torch_optimizer
+    if optimizer is not None:
+        rounds = any(getattr(optimizer, name, False) for name in ("bf16_stochastic_round", "master_weights"))
+        adams = type(optimizer).__name__.lower().startswith(("adam", "pagedadam"))
+        return _rates(optimizer) if adams and not rounds else {}
+    named, rate = getattr(arguments, "optim", ""), getattr(arguments, "learning_rate", None)
+    name = str(getattr(named, "value", named))
     if not isinstance(rate, float) or not name.startswith(("adamw", "paged_adamw")):
         return {}
     rounds = name == "adamw_anyprecision"  # which keeps what is rounded away
@@ -98,8 +93,7 @@ def _rates_of_adam(audited: AuditedModel) -> Mapping[int, float]:
 def check_scales(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for LoRA layers whose scale is not that of alpha and rank, which are saved."""
     other: dict[str, str] = {}
-    configs = getattr(audited.adapted, "peft_config", {}).items()
-    known = {adapter for adapter, config in configs if method_name(config.peft_type) == "LORA"}
+    known = {name for name, config in audited.adapter_configs.items() if method_name(config.peft_type) == "LORA"}
     for path, module in audited.inner.named_modules() if known else ():
         alpha, ranks = getattr(module, "lora_alpha", None), getattr(module, "r", None)
         if not isinstance(module, LoraLayer) or not isinstance(alpha, Mapping) or not isinstance(ranks, Mapping):
@@ -135,7 +129,7 @@ def check_unmoved_factors(audited: AuditedModel) -> Iterator[Finding]:
                 if not all(isinstance(f, torch.nn.Parameter) and f.requires_grad for f in factors):
                     continue
                 total += 1
-                if not any(map(_is_unknown, factors)) and not any(bool(f.detach().any()) for f in factors):
+                if all(map(has_values, factors)) and not any(bool(f.detach().any()) for f in factors):
                     dead[f"{path}.{first}.{adapter}"] = factors[0]
     if dead:
         message = (

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from safe_loading._core.report import Finding, counted
 
-from .audited_model import AuditedModel
+from .audited_model import AuditedModel, has_values
 
 _FREQUENCIES = "inv_freq"
 _FIX = (
@@ -25,7 +24,7 @@ def check_frequencies(audited: AuditedModel) -> Iterator[Finding]:
     wrong: dict[str, str] = {}
     for path, module in audited.outermost.named_modules():
         held = module._buffers.get(_FREQUENCIES)
-        expected = _computed(module) if _is_known(held) else None
+        expected = _computed(module) if held is not None and has_values(held) else None
         if held is not None and expected is not None and expected.shape == held.shape:
             values = held.detach().cpu().float()
             if not torch.allclose(values, expected, rtol=1e-5, atol=0.0):
@@ -39,10 +38,6 @@ def check_frequencies(audited: AuditedModel) -> Iterator[Finding]:
             f"other positions than it will once it is loaded, more so the longer the text."
         )
         yield Finding("SL142", "warning" if why != "other values" else "error", f"{path}.{_FREQUENCIES}", message, _FIX)
-
-
-def _is_known(held: torch.Tensor | None) -> bool:
-    return held is not None and not held.is_meta and not isinstance(held, DTensor)
 
 
 def _computed(module: torch.nn.Module) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from safe_loading._ranks.own_generators import own_generators
 from safe_loading._wrapping.transparent import mixins_and_original
 from safe_loading._wrapping.wrap_order import inside_engines
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, by_value, size_of
 
 _BEFORE_THE_LOAD = 0.5  # in every element of what is trained; the values that were saved are random
 _LONGEST_ERROR = 300  # characters
@@ -237,9 +237,7 @@ def _failed(road: Road, trained: Mapping[str, torch.nn.Parameter], error: Except
 
 
 def _finding(road: Road, lost: Mapping[str, str], of: int, size: int, *, of_adapter: bool) -> Finding:
-    by_reason: dict[str, list[str]] = {}
-    for name, why in lost.items():
-        by_reason.setdefault(why, []).append(name)
+    by_reason = by_value(lost)
     told = "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
     kinds = {_kind(why) for why in by_reason}
     kind = next(kind for kind in ("unread", "changed", "rounded") if kind in kinds)

@@ -141,9 +141,9 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
 def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     """Yield findings where the optimizer holds other parameters than the model trains."""
     yield from _check_beside(audited)
-    if audited.optimizer is None:
+    inner = audited.torch_optimizer
+    if inner is None:
         return
-    inner: torch.optim.Optimizer = getattr(audited.optimizer, "optimizer", audited.optimizer)  # of AcceleratedOptimizer
     optimized = {id(p): p for group in inner.param_groups for p in group["params"]}
     own = {id(p): name for name, p in audited.model.named_parameters()}
     missing = {own[id(p)]: p for p in audited.model.parameters() if p.requires_grad and id(p) not in optimized}

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
+from safe_loading._memory.trace.inputs import is_of_engine
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.text_config import text_config
 from safe_loading._wrapping.transparent import mixins_and_original
 from safe_loading._wrapping.wrap_order import accessed
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, has_values, size_of
 from .kept_memory import is_target
 from .trainer_code import calls
 
@@ -48,7 +48,7 @@ def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
 
 def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for AdaLoRA under a trainer in which no code gives each layer its rank."""
-    configs = getattr(audited.adapted, "peft_config", {})
+    configs = audited.adapter_configs
     adapters = [name for name, config in configs.items() if method_name(config.peft_type) == "ADALORA"]
     if not adapters or audited.trainer is None or calls(audited, _ALLOCATES):
         return
@@ -107,7 +107,7 @@ def _heads(audited: AuditedModel) -> Iterator[tuple[str, torch.nn.Module, str]]:
         task = _TASKS.get(name)
         if task is not None:
             yield name, child, f"name the task, LoraConfig(task_type={task!r}), or modules_to_save=[{name!r}]."
-    own_class = base is not None and not _is_of_engine(mixins_and_original(type(base))[1])
+    own_class = base is not None and not is_of_engine(mixins_and_original(type(base))[1])
     head = embeddings_and_head_of(base).head if base is not None and own_class else None
     for name, child in base.named_children() if base is not None and own_class else ():
         if child is not head and not is_target(name) and not _has_model(child):
@@ -129,10 +129,6 @@ def _has_model(module: torch.nn.Module) -> bool:
     return any(isinstance(m, (PreTrainedModel, PeftModel)) for m in module.modules())
 
 
-def _is_of_engine(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("transformers", "peft")
-
-
 def _is_copy(head: torch.nn.Module, model: torch.nn.Module) -> bool:
     """Whether a trained part has the same values: an average that follows it is frozen, and begins as its copy."""
     own = next(head.parameters())
@@ -148,7 +144,7 @@ def _as_made(module: torch.nn.Module, base: PreTrainedModel | None) -> bool:
 
 
 def _is_drawn(weight: torch.Tensor, spread: object) -> bool:
-    if isinstance(weight, DTensor) or weight.is_meta or not weight.is_floating_point() or weight.numel() < _FEW:
+    if not has_values(weight) or not weight.is_floating_point() or weight.numel() < _FEW:
         return False
     values = weight.float()
     bound, found, most = weight.shape[1] ** -0.5, float(values.std()), float(values.abs().max())
@@ -167,7 +163,7 @@ def check_tokens(audited: AuditedModel) -> Iterator[Finding]:
     weight = getattr(embeddings, "weight", None)
     if not isinstance(embeddings, torch.nn.Module) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return
-    rows, known = weight.shape[0], _rows_of_checkpoint(base)
+    rows, known = weight.shape[0], _rows_of_checkpoint(audited.checkpoint)
     if any(p.requires_grad for p in embeddings.parameters()):
         return
     tokenizer = getattr(audited.trainer, "processing_class", None)
@@ -182,17 +178,12 @@ def check_tokens(audited: AuditedModel) -> Iterator[Finding]:
         yield Finding("SL128", "warning", where, message, fix, (used - known) * weight.shape[1] * weight.itemsize)
 
 
-def _rows_of_checkpoint(base: PreTrainedModel) -> int | None:
-    """Return the rows of the embeddings in the checkpoint that a model was loaded from, if it is on this machine."""
-    from transformers import AutoConfig
-    from transformers.utils.hub import cached_file
-
-    name = getattr(base.config, "_name_or_path", "") or getattr(base, "name_or_path", "")
-    if not name:
+def _rows_of_checkpoint(folder: Path | None) -> int | None:
+    """Return the rows of the embeddings in a checkpoint; None where that is not known."""
+    if folder is None:
         return None
     try:
-        path = cached_file(name, "config.json", local_files_only=True)
-        config = AutoConfig.from_pretrained(str(Path(str(path)).parent), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError):
         return None
     rows = getattr(text_config(config), "vocab_size", None)
