@@ -82,9 +82,8 @@ class AuditedModel:
     @functools.cached_property
     def checkpoint(self) -> Path | None:
         """The folder of the checkpoint that the base says it was loaded from; None if it is not on this machine."""
-        named = getattr(getattr(self.base, "config", None), "_name_or_path", "") or getattr(
-            self.base, "name_or_path", ""
-        )
+        config = getattr(self.base, "config", None)
+        named = getattr(config, "_name_or_path", "") or getattr(self.base, "name_or_path", "")
         try:
             found = cached_file(named, "config.json", local_files_only=True) if named else None
         except (OSError, ValueError):

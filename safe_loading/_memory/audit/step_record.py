@@ -31,16 +31,11 @@ class StepRecord:
 def recorded_step(model: torch.nn.Module) -> Iterator[StepRecord]:
     """Inside, record a step of a model."""
     recorder = _Recorder(model)
-    handles = [
-        module.register_forward_pre_hook(functools.partial(recorder.enter, path))
-        for path, module in model.named_modules()
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.enter_context(module.register_forward_pre_hook(functools.partial(recorder.enter, path)))
+        stack.callback(recorder.versions.clear)
         yield recorder.record
-    finally:
-        recorder.versions.clear()
-        for handle in handles:
-            handle.remove()
 
 
 class _Recorder:

@@ -84,16 +84,10 @@ class TracedStep:
         """
         reached = set(self.record.reached)
         for seed in range(1, _MOST_SEEDS):
-            before = set(reached)
-            with (
-                mode_kept(self.audited),
-                recorded_step(self.audited.outermost) as record,
-                contextlib.suppress(TraceError),
-            ):
-                _trace(self.audited.outermost, self.workload, self.inputs, seed)
-            reached |= record.reached
-            if seed == 1 and record.reached == before:
+            found = self._reached(self.workload, self.inputs, seed)
+            if seed == 1 and found == reached:
                 break
+            reached |= found
         return reached
 
     def reached_by_other_batches(self, missing: Collection[str]) -> set[str]:
@@ -103,18 +97,19 @@ class TracedStep:
         again = (self.workload.replace(gradient_accumulation_steps=2), self.inputs)  # of a module that counts them
         others = other_batches(self.audited, self.inputs, self.workload.batch_size)
         for workload, batch in itertools.chain([again], ((self.workload, other) for other in others)):
-            with (
-                mode_kept(self.audited),
-                recorded_step(self.audited.outermost) as record,
-                contextlib.suppress(TraceError),
-            ):
-                _trace(self.audited.outermost, workload, batch)
-            more = record.reached.intersection(missing) - reached
+            more = self._reached(workload, batch).intersection(missing) - reached
             reached |= more
             in_vain = 0 if more else in_vain + 1
             if len(reached) == len(missing) or in_vain == _MOST_SEEDS:
                 break
         return reached
+
+    def _reached(self, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, seed: int = 0) -> set[str]:
+        """Return the parameters that gradients reach in another step; those of its part that ran where it fails."""
+        model = self.audited.outermost
+        with mode_kept(self.audited), recorded_step(model) as record, contextlib.suppress(TraceError):
+            _trace(model, workload, inputs, seed)
+        return record.reached
 
     def in_two_passes(self) -> StepTrace | None:
         """Return the trace of two micro-batches, one after the other; None if it cannot be made."""
@@ -138,7 +133,7 @@ def trace_configured(
 ) -> TracedStep:
     """Run the step as the model is configured, or raise `TraceError`."""
     model = audited.outermost
-    configured = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None, eval_batch_size=0)
+    configured = _as_configured(workload)
     configured = configured.replace(use_cache=configured.use_cache or fills_cache(audited, inputs))
     with (
         mode_kept(audited),
@@ -162,12 +157,17 @@ def peaks_of_wrapped(
 
     The model inside it is traced then, as it is configured.
     """
-    plain = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None, eval_batch_size=0)
+    plain = _as_configured(workload)
     with _in_right_order(audited) as model:
         with mode_kept(audited):
             as_it_is = _peak_or_none(model, plain, inputs)
         right = _peak_or_none(model, plain.replace(gradient_checkpointing=True), inputs)
     return None if as_it_is is None or right is None else (as_it_is, right)
+
+
+def _as_configured(workload: Workload) -> Workload:
+    """Return a step with nothing around its forward and backward pass, which checkpoints as the model says."""
+    return workload.replace(gradient_checkpointing=False, optimizer="none", reference=None, eval_batch_size=0)
 
 
 def peak_of(trace: StepTrace) -> int:
@@ -244,16 +244,11 @@ def _inputs_of_8bit_layers(model: torch.nn.Module) -> Iterator[LayerInputs]:
             storage = tensor.untyped_storage()
             inputs.setdefault(name, {})[storage._cdata] = storage.nbytes()
 
-    handles = [
-        module.register_forward_pre_hook(partial(record, name))
-        for name, module in model.named_modules()
-        if isinstance(module, StandIn) and hasattr(module, "scales")
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, StandIn) and hasattr(module, "scales"):
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, name)))
         yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -275,17 +270,14 @@ def _recomputed_layers(model: torch.nn.Module) -> Iterator[tuple[set[str], set[s
         if isinstance(first, torch.Tensor) and first.requires_grad and torch._C._current_graph_task_id() == -1:
             first.register_hook(lambda _: reached.add(name))  # type: ignore[no-untyped-call]  # of torch
 
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
-    # a recomputation enters the layer itself again, or only the modules inside it
-    handles = [
-        module.register_forward_pre_hook(partial(record, name)) for name, m in layers.items() for module in m.modules()
-    ]
-    handles += [layer.register_forward_hook(partial(record_output, name)) for name, layer in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                # a recomputation enters the layer itself again, or only the modules inside it
+                for module in layer.modules():
+                    hooks.enter_context(module.register_forward_pre_hook(partial(record, name)))
+                hooks.enter_context(layer.register_forward_hook(partial(record_output, name)))
         yield recomputed, reached
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -303,15 +295,9 @@ def _graphs_of_others(audited: AuditedModel) -> Iterator[tuple[set[str], set[str
                 built.add(where)
                 parameter.register_hook(lambda _: reached.add(where))  # type: ignore[no-untyped-call]  # of torch
 
-    # a child may be a list of modules, or be used by its parts, so that its own forward never runs
-    handles = [
-        module.register_forward_pre_hook(partial(record, where))
-        for where, other in audited.others()
-        if where.startswith("model.")
-        for module in other.modules()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for where, other in audited.others():
+            # a child may be a list of modules, or be used by its parts, so that its own forward never runs
+            for module in other.modules() if where.startswith("model.") else ():
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, where)))
         yield built, reached
-    finally:
-        for handle in handles:
-            handle.remove()

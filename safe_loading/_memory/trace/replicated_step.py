@@ -98,10 +98,8 @@ def replicated(model: torch.nn.Module, spread: Spread) -> Iterator[None]:
     def copied(_: object, __: object, output: object) -> object:
         return tree_map_only(torch.Tensor, lambda t: t.clone() if t.grad_fn is not None else t, output)
 
-    handle = model.register_forward_hook(copied) if spread.find_unused_parameters else None
     try:
-        yield
+        with model.register_forward_hook(copied) if spread.find_unused_parameters else contextlib.nullcontext():
+            yield
     finally:
-        if handle is not None:
-            handle.remove()
         gc.collect()  # the reducer's hooks refer to it in cycles

@@ -97,10 +97,5 @@ def _encoder_output(model: torch.nn.Module | None) -> Iterator[list[object]]:
     if not isinstance(encoder, torch.nn.Module):
         yield outputs
         return
-    handle = encoder.register_forward_hook(
-        lambda _, __, output: outputs.append(output) if isinstance(output, dict) else None
-    )
-    try:
+    with encoder.register_forward_hook(lambda _, __, out: outputs.append(out) if isinstance(out, dict) else None):
         yield outputs
-    finally:
-        handle.remove()

@@ -32,11 +32,10 @@ def outputs_kept(model: torch.nn.Module) -> Iterator[None]:
     """Keep the model's output alive until its next call, as a loop's variable does."""
     kept: dict[str, object] = {}
     token = _KEPT.set(kept)
-    hook = model.register_forward_hook(lambda _, __, output: kept.update(output=output))
     try:
-        yield
+        with model.register_forward_hook(lambda _, __, output: kept.update(output=output)):
+            yield
     finally:
-        hook.remove()
         _KEPT.reset(token)
 
 
