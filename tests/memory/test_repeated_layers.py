@@ -72,9 +72,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     traced: Callable[..., StepTrace] = module_of_trace._traced
     told: list[bool] = []
 
-    def trace(*arguments: Any, skip_layers: bool = False) -> StepTrace:
+    def trace(*arguments: Any, skip_layers: bool = False, **options: Any) -> StepTrace:
         told.append(skip_layers)
-        return traced(*arguments, skip_layers=skip_layers)
+        return traced(*arguments, skip_layers=skip_layers, **options)
 
     monkeypatch.setattr(module_of_trace, "_traced", trace)
     return told

@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from safe_loading._core.report import Finding
 from safe_loading._core.thread_patches import patched, seen_here
+from safe_loading._memory.trace.inputs import is_packed, starts_anew
 from safe_loading._model.text_config import text_config
 
 from .audited_model import AuditedModel
@@ -43,7 +44,7 @@ def watching_rows() -> Iterator[RowsSeen]:
 def fills_cache(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None) -> bool:
     """Whether the model fills a cache while it is trained with packed rows; a Trainer switches that off."""
     text = text_config(getattr(audited.base, "config", None))
-    return audited.trainer is None and _is_packed(inputs or {}) and bool(getattr(text, "use_cache", False))
+    return audited.trainer is None and is_packed(inputs or {}) and bool(getattr(text, "use_cache", False))
 
 
 def check_rows(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None, seen: RowsSeen) -> Iterator[Finding]:
@@ -51,10 +52,10 @@ def check_rows(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None,
     config: Any = getattr(audited.base, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     mask = (inputs or {}).get("attention_mask")
-    if seen.apart or not _is_packed(inputs or {}) or attention not in _MASKED or (mask is not None and mask.dim() > 2):
+    if seen.apart or not is_packed(inputs or {}) or attention not in _MASKED or (mask is not None and mask.dim() > 2):
         return
     why, fix = "there is no position at which a row begins", "pass position_ids that start anew with each row."
-    if _starts_anew(inputs or {}):
+    if starts_anew(inputs or {}):
         why = "the mask is made without a look at the positions while the model fills a cache"
         fix = "model.config.use_cache = False in training."
         if mask is not None:
@@ -65,12 +66,3 @@ def check_rows(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None,
         f"falls all the same."
     )
     yield Finding("SL141", "error", type(audited.base).__name__, message, fix)
-
-
-def _is_packed(inputs: Mapping[str, torch.Tensor]) -> bool:
-    return _starts_anew(inputs) or "cu_seq_lens_q" in inputs
-
-
-def _starts_anew(inputs: Mapping[str, torch.Tensor]) -> bool:
-    positions = inputs.get("position_ids")
-    return positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())

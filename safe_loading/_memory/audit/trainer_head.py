@@ -74,11 +74,15 @@ def _is_fused(trainer: Any) -> bool:
 def _is_of_liger(trainer: Any, model: object) -> bool:
     """Whether the trainer lets Liger patch the model so that its own forward makes no logits."""
     asked = getattr(getattr(trainer, "args", None), "liger_kernel_config", None) or {}
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
     causal = (
         type(base).__name__.endswith("ForCausalLM") and getattr(base.config, "model_type", "") in _LIGER_TYPES.split()
     )
     return _asks_for_liger(trainer) and causal and asked.get("fused_linear_cross_entropy", True) is True
+
+
+def _base_of(model: object) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _asks_for_liger(trainer: Any) -> bool:
@@ -89,5 +93,4 @@ def about_liger(trainer: Any, model: object, workload: Workload | None) -> list[
     """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
     if workload is None or not _asks_for_liger(trainer):
         return []
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    return [_TAKEN.format(type(base).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
+    return [_TAKEN.format(type(_base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]

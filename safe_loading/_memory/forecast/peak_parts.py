@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from safe_loading._memory.trace.records import Allocation, StepTrace
+from safe_loading._memory.trace.records import StepTrace, alive_after
 
 from .report import COMPONENTS, ModuleMemory
 
@@ -40,7 +40,10 @@ def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, all
 def modules_at_peak(trace: StepTrace, device: int | str) -> tuple[ModuleMemory, ...]:
     """Return the modules down to the numbered ones, in the model's order, with their bytes at the peak."""
     sizes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # weights, training, activations
-    for allocation in _alive_at_peak(trace, device):
+    at_peak = alive_after(trace.events[: trace.devices[device].event + 1])
+    for allocation in (trace.allocations[index] for index in at_peak):
+        if allocation.device != device:
+            continue
         component = _COMPONENT_OF[allocation.component]
         column = {"weights": 0, "adapters": 0, "gradients": 1, "optimizer": 1}.get(component, 2)
         sizes[_row_of(allocation.module)][column] += allocation.bytes
@@ -52,16 +55,6 @@ def peak_in_words(trace: StepTrace, device: int | str) -> str:
     use = trace.devices[device]
     phase = _CALLED.get(use.phase, f"{use.phase} pass")
     return f"{phase}, in {use.module}" if use.module else phase
-
-
-def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
-    alive: dict[int, None] = {}
-    for index, freed in trace.events[: trace.devices[device].event + 1]:
-        if freed:
-            alive.pop(index, None)
-        else:
-            alive[index] = None
-    return [trace.allocations[index] for index in alive if trace.allocations[index].device == device]
 
 
 def _row_of(name: str) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from safe_loading._core.names import canonical
 from safe_loading._core.spread import Spread
 from safe_loading._core.thread_patches import do_nothing, patched, seen_here
+from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.tensors import inventory
 from safe_loading._sharding import fsdp1
 from safe_loading._sharding.fsdp_units import ShardingUnit, plan_units
@@ -113,10 +114,7 @@ def flat_sharded(
     problems = fsdp1.check([found for found in inventory(model) if not found.is_buffer])
     if problems:
         raise ArgumentError("FSDP1 cannot shard this model:", problems)
-    dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
-    policy = MixedPrecision(
-        param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
-    )
+    policy = MixedPrecision(param_dtype=dtype_named(spread.param_dtype), reduce_dtype=dtype_named(spread.reduce_dtype))
     offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
 
     def wrap(module: torch.nn.Module) -> FullyShardedDataParallel:

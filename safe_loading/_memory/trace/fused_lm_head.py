@@ -10,7 +10,6 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
 from .grpo_step import OUTPUTS as GRPO_OUTPUTS
-from .inputs import engine_model
+from .inputs import base_of
 from .liger_lm_head import liger_forward
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # which SFTTrainer asks for
@@ -35,8 +34,7 @@ def with_fused_lm_head(model: torch.nn.Module, workload: Workload) -> Iterator[N
     if not workload.fused_lm_head:
         yield
         return
-    base: Any = engine_model(model)
-    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    base = base_of(model)
     own = vars(base).get("forward")
     if workload.fused_lm_head == "liger":
         base.forward = liger_forward(base)

@@ -98,6 +98,23 @@ def engine_model(model: torch.nn.Module) -> torch.nn.Module:
     return next(engine_models, model)
 
 
+def base_of(model: torch.nn.Module) -> Any:
+    """Return the model of transformers in a user's wrappers, without an adapter of peft around it."""
+    outermost: Any = engine_model(model)
+    return outermost.get_base_model() if hasattr(outermost, "get_base_model") else outermost
+
+
+def starts_anew(inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether positions begin again within a row, as where several texts are packed into one."""
+    positions = inputs.get("position_ids")
+    return positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())
+
+
+def is_packed(inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether texts follow one another in a row without padding: told apart by positions, or by their lengths."""
+    return starts_anew(inputs) or "cu_seq_lens_q" in inputs
+
+
 def assume_padding_token(model: torch.nn.Module) -> bool:
     """Give a classifier of texts on meta a padding token where its config has none, and return whether it had none.
 
@@ -127,8 +144,7 @@ class StepInputs:
     ) -> None:
         self.names = forward_arguments(model)
         outermost = engine_model(model)
-        base: Any = getattr(outermost, "get_base_model", None)
-        self._base: torch.nn.Module = outermost if base is None else base()
+        self._base: torch.nn.Module = base_of(model)
         self._class_name = type(self._base).__name__
         adapter = getattr(outermost, "active_peft_config", None)
         # with which peft's forward takes no positions
@@ -239,8 +255,8 @@ class StepInputs:
             self._values.take_input(batch[name], tensor)
         shape = self._token_shape(rows, columns)
         token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
-        if self._is_packed:
-            del token_inputs["attention_mask"]
+        if is_packed(self._user_inputs):  # for which collators make no mask
+            token_inputs.pop("attention_mask", None)
         if self._is_encoder_decoder:
             token_inputs["decoder_input_ids"] = (shape[0], columns)
         for name, size in token_inputs.items():
@@ -261,16 +277,6 @@ class StepInputs:
         if "input_features" in self.names and "input_ids" not in self.names and "input_features" not in batch:
             batch["input_features"] = self._sound(rows)
         return batch
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether texts follow one another in a row without padding, for which collators make no mask.
-
-        Attention tells them apart by positions that start anew, or by their lengths.
-        """
-        positions = self._user_inputs.get("position_ids")
-        starts_anew = positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())
-        return "input_ids" in self.names and (starts_anew or "cu_seq_lens_q" in self._user_inputs)
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:
         """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""

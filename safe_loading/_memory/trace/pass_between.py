@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .ledger import device_traces
-from .records import StepTrace
+from .records import StepTrace, alive_after
 
 
 def with_pass(step: StepTrace, other: StepTrace, *, after: bool) -> StepTrace:
@@ -19,11 +19,8 @@ def with_pass(step: StepTrace, other: StepTrace, *, after: bool) -> StepTrace:
     place = {index: len(step.allocations) + number for number, index in enumerate(own)}
     allocations = (*step.allocations, *(other.allocations[index] for index in own))
     passed = [(place[index], freed) for index, freed in other.events if index in place]
-    alive = dict.fromkeys(index for index, _ in passed)
-    for index, freed in passed:
-        if freed:
-            alive.pop(index, None)
-    events = (*step.events[:begin], *passed, *((index, True) for index in alive), *step.events[begin:])
+    left = ((index, True) for index in alive_after(passed))
+    events = (*step.events[:begin], *passed, *left, *step.events[begin:])
     return dataclasses.replace(
         step,
         allocations=allocations,

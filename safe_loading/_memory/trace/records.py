@@ -123,6 +123,17 @@ class StepTrace:
         return f"StepTrace({self.workload}, peaks {{{peaks}}}, {len(self.allocations)} allocations)"
 
 
+def alive_after(events: Iterable[Event]) -> list[int]:
+    """Return the allocations that are alive after some events, in the order in which they were made."""
+    alive: dict[int, None] = {}
+    for index, freed in events:
+        if freed:
+            alive.pop(index, None)
+        else:
+            alive[index] = None
+    return [*alive]
+
+
 def devices_in_order(allocations: Iterable[Allocation]) -> list[int | str]:
     """Return the devices of some allocations: numbers first, then names."""
     return sorted({allocation.device for allocation in allocations}, key=lambda key: (isinstance(key, str), key))

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from safe_loading._core.spread import Spread
 from safe_loading._core.thread_patches import do_nothing, patched, seen_here
+from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.four_bit import FOUR_BIT_LAYER
 from safe_loading._sharding import fsdp2
@@ -131,9 +132,8 @@ def sharded(
     pass. The attributes of the model's modules are the caller's to restore; the classes are restored here.
     """
     classes = [(module, type(module)) for module in model.modules()]
-    dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
     policy = MixedPrecisionPolicy(
-        param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
+        param_dtype=dtype_named(spread.param_dtype), reduce_dtype=dtype_named(spread.reduce_dtype)
     )
     # memory of the host is not forecast, so whether it is pinned does not matter
     offload = CPUOffloadPolicy(pin_memory=False) if spread.cpu_offload else OffloadPolicy()

@@ -6,9 +6,9 @@ The model's own forward, backward and cache run on tensors that have a shape and
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +22,7 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.torch_state import TorchSwitches
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import OwnGenerators, own_generators
@@ -50,7 +51,6 @@ from .repeated_layers import repeated_layers
 from .run_generation import run_generation
 from .run_training import run_training
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
-from .torch_switches import switches_put_back
 from .trace_error import trace_error
 from .trained_parameters import OneCard
 
@@ -88,60 +88,62 @@ def trace_step(
     others where their steps are found to be equal; with `every_layer` all of them run, for whoever watches them. The
     model draws its random numbers from `seed`.
     """
-    options = _Options(
-        workload,
-        placement,
-        inputs,
-        cached_outputs,
-        offload_buffers,
-        job or OneCard(),
-        attached_there,
-        prepare_for_kbit,
-        seed,
-    )
     if workload.new_tokens:
         end = workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)
         raise ArgumentError(f"new_tokens= is for predict_memory alone. Pass the whole length: {end}.")
     refuse_reference(model, workload)
     refuse_other_rows(workload, inputs)
     one_device = placement is None or len(set(placement.values())) == 1
+    job = job or OneCard()
+    traced = functools.partial(
+        _traced,
+        model,
+        placement=placement,
+        inputs=inputs,
+        cached_outputs=cached_outputs,
+        offload_buffers=offload_buffers,
+        job=job,
+        attached_there=attached_there,
+        prepare_for_kbit=prepare_for_kbit,
+        seed=seed,
+    )
     with ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
         alike = alike and not workload.completion_length  # as its samples are scored
         step = None
-        if alike and not options.job.over_ranks and one_device and not every_layer:
+        if alike and not job.over_ranks and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
-                step = _traced(model, options, skip_layers=True)
-        step = step or _traced(model, options)
+                step = traced(workload, skip_layers=True)
+        step = step or traced(workload)
         if not workload.eval_batch_size:
             return step
-        evaluation = _traced(model, options._replace(workload=evaluation_of(workload)))
-        return with_pass(step, evaluation, after=True)
+        return with_pass(step, traced(evaluation_of(workload)), after=True)
 
 
-class _Options(NamedTuple):
-    workload: Workload
-    placement: Mapping[str, int | str] | None
-    inputs: Mapping[str, torch.Tensor] | None
-    cached_outputs: CachedOutputs | None
-    offload_buffers: bool
-    job: OneCard
-    attached_there: bool
-    prepare_for_kbit: KbitPreparation
-    seed: int
-
-
-def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = False) -> StepTrace:
+def _traced(
+    model: torch.nn.Module,
+    workload: Workload,
+    *,
+    placement: Mapping[str, int | str] | None,
+    inputs: Mapping[str, torch.Tensor] | None,
+    cached_outputs: CachedOutputs | None,
+    offload_buffers: bool,
+    job: OneCard,
+    attached_there: bool,
+    prepare_for_kbit: KbitPreparation,
+    seed: int,
+    skip_layers: bool = False,
+) -> StepTrace:
     """Trace a step, in which one of each few equal layers stands for the others if they may be skipped."""
-    workload, placement, inputs, cached_outputs, offload, job, attached_there, preparation, seed = options
     ledger, values = Ledger(), KnownValues(seed)
-    where = TracePlacement(placement, offload_buffers=offload, attached_there=attached_there)
+    where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(switches_put_back())
+        # torch's switches of this thread, which are turned off for single calls: Ctrl-C may come before one is on again
+        stack.enter_context(undone(TorchSwitches().put_back))
         stack.enter_context(cuda_autocast(workload))
         stack.enter_context(job.joined())
         stack.enter_context(undone(Snapshot(model, others=hidden_modules(model)).restore))
-        adapted = with_adapter(model, workload, where.left_on_host, prepare_for_kbit=preparation)
+        adapted = with_adapter(model, workload, where.left_on_host, prepare_for_kbit=prepare_for_kbit)
         running = stack.enter_context(adapted)
         where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
         stack.enter_context(with_fused_lm_head(running, workload))

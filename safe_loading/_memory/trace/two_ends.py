@@ -9,7 +9,7 @@ from safe_loading._core.workload import MOST_DECODED, Workload
 from safe_loading.errors import ArgumentError, TraceError
 
 from .ledger import device_traces
-from .records import Allocation, Event, StepTrace
+from .records import Allocation, Event, StepTrace, alive_after
 
 _MOST_STAGES = 256  # of the growth; the allocator's segments grow in steps of 2 MiB
 
@@ -115,13 +115,7 @@ def _replaced(trace: StepTrace, begin: int) -> set[int]:
 
 def _alive(trace: StepTrace, events: Sequence[Event]) -> list[int]:
     """Return the tensors of the step that are alive after some events, in the order in which they came."""
-    alive: dict[int, None] = {}
-    for index, freed in events:
-        if freed:
-            alive.pop(index, None)
-        elif trace.allocations[index].phase != "load":
-            alive[index] = None
-    return [*alive]
+    return [index for index in alive_after(events) if trace.allocations[index].phase != "load"]
 
 
 def _kind(trace: StepTrace, index: int) -> tuple[object, ...]:
