@@ -120,31 +120,8 @@ def plan_device_map(
         ArgumentError: A limit or another argument cannot be read, or no model can be built from the config.
         CheckpointError: The folder's checkpoint is incomplete or damaged.
     """
-    request = plan_request(
-        model,
-        max_memory,
-        workload=workload,
-        dtype=dtype,
-        quantization_config=quantization_config,
-        no_split_modules=no_split_modules,
-        objective=objective,
-        offload=offload,
-        verify=verify,
-        overhead=overhead,
-        inputs=inputs,
-        auto_class=auto_class,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        capability=capability,
-        offload_buffers=offload_buffers,
-        nodes=nodes,
-        prepare_for_kbit=prepare_for_kbit,
-        **other,
-    )
-    return Planner(request).plan()
+    passed = {name: value for name, value in locals().items() if name != "other"}
+    return Planner(plan_request(**passed, **other)).plan()
 
 
 def plan_request(

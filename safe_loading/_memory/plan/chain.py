@@ -7,7 +7,7 @@ should always take all that it can, and first-fit decides exactly whether an ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -177,15 +177,10 @@ def _search_arrays(
     Ten times as fast for 128 devices of three kinds (docs/benchmarks.md, "Planning a device map").
     """
     grid = _grid(counts)
-    ways = [np.array([*own, -1], np.int32) for own in reaches]  # from nowhere (-1) to nowhere
     stops = np.full(grid.size, -1, np.int32)
     stops[0] = start
     used: Counts | None = None
-    for cells, has_one in zip(grid.levels[1:], grid.has_one[1:], strict=True):
-        best = np.full(len(cells), -1, np.int32)
-        for way, stride, inside in zip(ways, grid.strides, has_one, strict=True):
-            best[inside] = np.maximum(best[inside], way[stops[cells[inside] - stride]])
-        stops[cells] = best
+    for cells, best in _levels(reaches, grid, stops):
         furthest = int(best.argmax())
         if best[furthest] >= goal:
             cell = int(cells[furthest])
@@ -198,13 +193,22 @@ def furthest_stops(reaches: Sequence[Sequence[int]], counts: Counts) -> npt.NDAr
     """Return how far each choice of devices gets from the start of the chain, the empty one first."""
     grid = _grid(counts)
     stops = np.zeros(grid.size, np.int32)
-    ways = [np.array(own, np.int32) for own in reaches]
+    for _ in _levels(reaches, grid, stops):
+        pass
+    return stops
+
+
+def _levels(
+    reaches: Sequence[Sequence[int]], grid: _Grid, stops: npt.NDArray[np.int32]
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]]:
+    """Write how far each choice of devices gets into ``stops``, which has that of the empty one; yield each level's."""
+    ways = [np.array([*own, -1], np.int32) for own in reaches]  # from nowhere (-1) to nowhere
     for cells, has_one in zip(grid.levels[1:], grid.has_one[1:], strict=True):
-        best = np.zeros(len(cells), np.int32)
+        best = np.full(len(cells), -1, np.int32)
         for way, stride, inside in zip(ways, grid.strides, has_one, strict=True):
             best[inside] = np.maximum(best[inside], way[stops[cells[inside] - stride]])
         stops[cells] = best
-    return stops
+        yield cells, best
 
 
 def kinds_with(counts: Counts, kind: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

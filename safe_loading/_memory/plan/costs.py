@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from safe_loading._core.names import nearest
-from safe_loading._core.parse_size import HOST, Device
+from safe_loading._core.parse_size import Device
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.allocator import replay
 from safe_loading._memory.trace.records import StepTrace
@@ -15,7 +15,7 @@ from safe_loading._memory.trace.timeline import Loading, run_events
 
 from .device_map_plan import DeviceUse
 from .layer_groups import LayerGroup
-from .map_keys import device_of, execution_devices
+from .map_keys import device_of, execution_devices, is_offloaded, running_device
 from .module_tree import ModuleTree, PlacementUnit
 from .request import PlanRequest
 
@@ -118,13 +118,11 @@ def counted_uses(
     }
     for unit, cost in zip(tree.units, costs, strict=True):
         home = device_of(unit.path, device_map)
-        # what is offloaded, as a whole or in part, runs on the main device, which also keeps all but its weights
-        offloaded = home is None or (home in HOST and home != main)
-        runs = sums[main if home is None or offloaded else home]
+        runs = sums[running_device(unit.path, device_map, main)]
         for name in ("weights", "buffers", "cache", "training"):
             runs[name] += getattr(cost, name)
         runs["transient"] = max(runs["transient"], cost.transient)
-        if offloaded:
+        if home is None or is_offloaded(home, main):  # the main device also keeps all but the weights
             adapters = cost.weights - unit.weights if home is not None else 0
             _take_away(request, unit, device_map, sums, main)
             sums[main]["weights"] -= adapters
@@ -156,8 +154,7 @@ def _take_away(
     leaves: dict[str, int] = {}
     for tensor in unit.tensors:
         home = device_of(tensor.names[0], device_map)
-        stays = tensor.is_buffer and not (request.offload_buffers and tensor.persistent)
-        if home is None or home not in HOST or home == main or stays:
+        if home is None or not is_offloaded(home, main) or not tensor.leaves(with_buffers=request.offload_buffers):
             continue
         name = "buffers" if tensor.is_buffer else "weights"
         sums[main][name] -= tensor.bytes

@@ -46,12 +46,10 @@ class GroupPlacement:
 
 
 @dataclass(frozen=True)
-class _Pin:
+class _Pin(LayerGroup):
     """Groups that share a device and have others in between, so that they are no stretch of the chain."""
 
-    members: tuple[int, ...]
-    resident: int
-    transient: int
+    members: tuple[int, ...] = ()
 
 
 class Puzzle:
@@ -83,6 +81,7 @@ class Puzzle:
             tuple(sum(groups[i].resident for i in link) for link in self.links),
             tuple(max(groups[i].transient for i in link) for link in self.links),
         )
+        self.together = [*self.links, *(pin.members for pin in self.pins)]
         self.pinnings = self._pinnings()
         self.pinned_at = self._pinned_at()
 
@@ -185,14 +184,12 @@ class Puzzle:
         """Return the same groups over other limits; devices beyond those that there are have nothing on them."""
         occupied = (*self.occupied, *[LayerGroup(0)] * (len(limits) - len(self.limits)))
         nodes = () if len(limits) > len(self.limits) else self.nodes
-        together = [*self.links, *(pin.members for pin in self.pins)]
-        return Puzzle(self.groups, together, limits, occupied, nodes, self.bounds)
+        return Puzzle(self.groups, self.together, limits, occupied, nodes, self.bounds)
 
     def without_temporaries(self) -> Puzzle:
         """Return the same puzzle over resident bytes alone."""
         groups, occupied = ([LayerGroup(group.resident) for group in each] for each in (self.groups, self.occupied))
-        together = [*self.links, *(pin.members for pin in self.pins)]
-        return Puzzle(groups, together, self.limits, occupied, self.nodes)
+        return Puzzle(groups, self.together, self.limits, occupied, self.nodes)
 
     def loads(self, placement: GroupPlacement) -> list[int]:
         """Return the bytes that each device needs."""
@@ -258,15 +255,17 @@ class Puzzle:
 
     def _pin(self, members: Sequence[int]) -> _Pin:
         own = [self.groups[member] for member in members]
-        return _Pin(tuple(members), sum(group.resident for group in own), max(group.transient for group in own))
+        return _Pin(sum(group.resident for group in own), max(group.transient for group in own), tuple(members))
+
+    def slot(self, number: int, pinning: Sequence[int]) -> DeviceSlot:
+        """Return a device with the bytes that are on it before any link, with one way of pinning groups."""
+        own = [self.occupied[number]]
+        own += [pin for pin, host in zip(self.pins, pinning, strict=True) if host == number]
+        resident, transient = sum(each.resident for each in own), max(each.transient for each in own)
+        return DeviceSlot(self.limits[number], resident, transient)
 
     def _search(self, pinning: Sequence[int]) -> PartitionSearch:
-        slots = []
-        for number, limit in enumerate(self.limits):
-            own = [pin for pin, host in zip(self.pins, pinning, strict=True) if host == number]
-            occupied = self.occupied[number]
-            transient = max([occupied.transient, *(pin.transient for pin in own)])
-            slots.append(DeviceSlot(limit, occupied.resident + sum(pin.resident for pin in own), transient))
+        slots = [self.slot(number, pinning) for number in range(len(self.limits))]
         pinned = [(at, [pinning[pin] for pin in pins]) for at, pins in self.pinned_at]
         return PartitionSearch(self.chain, slots, pinned, self.nodes, self.bounds)
 

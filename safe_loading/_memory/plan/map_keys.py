@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from safe_loading._core.names import ancestors, nearest
-from safe_loading._core.parse_size import Device
+from safe_loading._core.parse_size import HOST, Device
 
 
 def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
@@ -40,10 +40,21 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
     return device_map[key] if key is not None else None
 
 
+def is_offloaded(device: Device | None, main: Device) -> bool:
+    """Whether the modules on a device run on the main one: those on a host that does not compute."""
+    return device in HOST and device != main
+
+
+def running_device(name: str, device_map: Mapping[str, Device], main: Device) -> Device:
+    """Return the device that runs a module: the main one if it is offloaded, as a whole or in part."""
+    device = device_of(name, device_map)
+    return main if device is None or is_offloaded(device, main) else device
+
+
 def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
     """Return the devices that compute, the one for offloaded modules first: ``accelerate.dispatch_model``'s choice.
 
     It takes the first element of a set, which for integers below 8 is the smallest; the set {2, 9} starts with 9.
     """
-    accelerators = {device for device in device_map.values() if device not in ("cpu", "disk")}
+    accelerators = {device for device in device_map.values() if device not in HOST}
     return tuple(accelerators) or ("cpu",)

@@ -44,6 +44,10 @@ class SizedTensor:
         """The path of the module that holds it under its first name."""
         return self.names[0].rpartition(".")[0]
 
+    def leaves(self, *, with_buffers: bool) -> bool:
+        """Whether it leaves with a module that is offloaded: buffers do if they are saved and are to leave."""
+        return not self.is_buffer or (with_buffers and self.persistent)
+
 
 @dataclass(frozen=True)
 class PlacementUnit:
@@ -52,14 +56,14 @@ class PlacementUnit:
     path: str
     tensors: tuple[SizedTensor, ...]  # a tied weight stands in the first unit that has it
 
-    def largest_leaf(self, *, with_buffers: bool = False) -> int:
-        """Return the most bytes that one module inside it holds itself, of parameters, and of buffers that are saved.
+    def largest_leaf(self, *, with_buffers: bool) -> int:
+        """Return the most bytes that one module inside it holds itself, of the tensors that leave with it.
 
         It is what is on the device at once when accelerate brings them there module by module.
         """
         sums: dict[str, int] = {}
         for tensor in self.tensors:
-            if not tensor.is_buffer or (with_buffers and tensor.persistent):
+            if tensor.leaves(with_buffers=with_buffers):
                 sums[tensor.owner] = sums.get(tensor.owner, 0) + tensor.bytes
         return max(sums.values(), default=0)
 

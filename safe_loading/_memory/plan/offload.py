@@ -165,17 +165,15 @@ class OffloadPlan:
         self, main: int, pinning: Sequence[int], bound: tuple[int, int] | None, *, splits: bool
     ) -> OffloadOutcome | None:
         """Return the best outcome with this main device and these pins."""
-        pins = list(zip(self.puzzle.pins, pinning, strict=True))
+        pins = zip(self.puzzle.pins, pinning, strict=True)
         gone = [self.away[member] for pin, home in pins if home == _GONE for member in pin.members]
-        slots = {}
-        for number in self._beside(main):
-            own, there = [pin for pin, home in pins if home == number], self.puzzle.occupied[number]
-            resident = there.resident + sum(pin.resident for pin in own)
-            transient = max([there.transient, *(pin.transient for pin in own)])
-            if number == main:
-                resident += sum(each.resident for each in gone)
-                transient = max([transient, *(each.transient for each in gone)])
-            slots[number] = DeviceSlot(self.puzzle.limits[number], resident, transient)
+        slots = {number: self.puzzle.slot(number, pinning) for number in self._beside(main)}
+        there = slots[main]
+        slots[main] = DeviceSlot(
+            there.limit,
+            there.resident + sum(each.resident for each in gone),
+            max([there.transient, *(each.transient for each in gone)]),
+        )
         moved, stored = sum(each.moved for each in gone), sum(each.bytes for each in gone)
         if stored > sum(self.hosts) or (bound is not None and moved > bound[0]):
             return None
@@ -226,8 +224,7 @@ class OffloadPlan:
         puzzle, lost = self.puzzle, frozenset(gone)
         stays = [group for group in range(len(self.away)) if group not in lost]
         number = {group: place for place, group in enumerate(stays)}
-        joined = [*puzzle.links, *(pin.members for pin in puzzle.pins)]
-        together = [[number[group] for group in members if group in number] for members in joined]
+        together = [[number[group] for group in members if group in number] for members in puzzle.together]
         occupied = [*puzzle.occupied]
         resident = occupied[main].resident + sum(self.away[group].resident for group in gone)
         needed = max(self.away[group].transient for group in gone)

@@ -13,12 +13,12 @@ from fractions import Fraction
 from functools import cached_property
 
 from safe_loading._core.names import ancestors, nearest
-from safe_loading._core.parse_size import HOST, Device
+from safe_loading._core.parse_size import Device
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.text_config import text_config
 
 from .costs import Cost
-from .map_keys import device_of, execution_devices
+from .map_keys import device_of, execution_devices, is_offloaded
 from .module_tree import ModuleTree, PlacementUnit, SizedTensor
 from .offload import Away, Piece, Split
 from .request import PlanRequest
@@ -53,13 +53,12 @@ class OffloadedUnits:
         moved = Fraction(0)
         for unit in self._tree.units:
             for tensor in unit.tensors:
-                home = device_of(tensor.names[0], device_map)
-                if home in HOST and home != main and self._leaves(tensor):
+                if is_offloaded(device_of(tensor.names[0], device_map), main) and self._leaves(tensor):
                     moved += tensor.bytes * self._times(tensor.owner, unit.path)
         return int(moved)
 
     def _leaves(self, tensor: SizedTensor) -> bool:
-        return not tensor.is_buffer or (self._request.offload_buffers and tensor.persistent)
+        return tensor.leaves(with_buffers=self._request.offload_buffers)
 
     def _away(self, unit: PlacementUnit, cost: Cost, divisible: bool) -> Away:
         leaving = [tensor for tensor in unit.tensors if self._leaves(tensor)]

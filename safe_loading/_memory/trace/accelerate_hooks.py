@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from safe_loading._core.names import nearest
+from safe_loading._core.parse_size import HOST, Device
 
 from .ledger import Ledger, fake_device
 
-Device = int | str
-OFFLOADED = ("cpu", "disk")
 InHook = Callable[[], AbstractContextManager[None]]
 
 
@@ -39,12 +38,12 @@ class TracePlacement:
         self.left_on_host: set[str] | None = set() if attached_there else None
         self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
         devices = set(self.map.values())
-        running = devices - set(OFFLOADED)
+        running = devices - set(HOST)
         self.main: Device = next(iter(running)) if running else "cpu"  # as dispatch_model chooses main_device
         # for a single device dispatch_model only moves the model, but disk weights always need hooks that load them
         self.hooked = len(devices) > 1 or "disk" in devices
         # a model that runs on the CPU has its "cpu" modules where they run
-        self._offloads = ("disk",) if self.main == "cpu" else OFFLOADED
+        self._offloads = ("disk",) if self.main == "cpu" else HOST
         self.around = ""  # what stands before the names of the map's modules, once an adapter is around them
 
     def entry(self, path: str) -> str | None:

@@ -30,25 +30,22 @@ LABELS_NOTE = (
 
 @contextlib.contextmanager
 def with_fused_lm_head(model: torch.nn.Module, workload: Workload) -> Iterator[None]:
-    """Inside, the model takes ``fused_lm_head=True``, if the workload asks for it."""
+    """Inside, the model takes ``fused_lm_head=True``, if the workload asks for it.
+
+    The caller's snapshot gives it its own forward back.
+    """
     if not workload.fused_lm_head:
         yield
         return
     base = base_of(model)
-    own = vars(base).get("forward")
     if workload.fused_lm_head == "liger":
         base.forward = liger_forward(base)
-        yield  # what is put back around a trace takes it away
+        yield
         return
     utils, _ = _trl()
     with fused_stand_ins():
         utils.add_fused_lm_head(base, outputs=GRPO_OUTPUTS if workload.completion_length else OUTPUTS)
-        try:
-            yield
-        finally:
-            del base.forward
-            if own is not None:
-                base.forward = own
+        yield
 
 
 @contextlib.contextmanager
