@@ -17,6 +17,7 @@ from safe_loading._model.positions import positions_of
 from safe_loading.errors import ArgumentError
 
 from .plan.options import PlanOptions
+from .plan.predicted_steps import FIELDS
 from .plan.size_search import SizeSearch
 from .plan_device_map import plan_request
 from .trace.read_adapter import as_passed
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MOST = 1 << 24
-_FIELD = {"length": "sequence_length", "batch": "batch_size"}
 
 
 def largest_workload(
@@ -63,12 +63,12 @@ def largest_workload(
     start = workload or Workload.generate(1, None)
     if start.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no size to vary; pass for example Workload.generate(1, None).")
-    if vary not in ("length", "batch"):
+    if vary not in FIELDS:
         raise ArgumentError(f"vary={vary!r} is neither 'length' nor 'batch'.")
     top = most if most is not None else _most(model, vary, options)
     whole_number(top, "most", least=1)
 
-    request = plan_request(model, max_memory, workload=start.replace(**{_FIELD[vary]: 1}), **options)
+    request = plan_request(model, max_memory, workload=start.replace(**{FIELDS[vary]: 1}), **options)
     search = SizeSearch(request, vary, top)
     return as_passed(search.sized(search.largest()))
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -115,8 +117,6 @@ class AuditedModel:
         """The parameters that ``save_pretrained`` writes for each adapter by its name, under the model's names."""
         if self.adapted is None:
             return {}
-        from peft import get_peft_model_state_dict
-
         model: Any = self.adapted  # peft's type is of a PeftModel, and transformers calls it with a model of its own
         saved = {}
         for adapter in model.peft_config:
@@ -152,9 +152,6 @@ class AuditedModel:
         """The parameters that peft added, of every adapter."""
         if self.adapted is None:
             return {}
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-
         # by what peft's layers declare; names such as "lora_" would miss the other tuners
         added: set[int] = set()
         for module in self.adapted.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from safe_loading._core.names import nearest
 from safe_loading._core.report import Finding, counted, format_bytes
@@ -94,7 +95,7 @@ def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
     layers = sum(type(module).__name__ in layer_classes for module in audited.model.modules())
     if len(units) <= _FEW_UNITS and layers > len(units):
         message = (
-            f"FSDP has {len(units)} unit{'s' if len(units) > 1 else ''} for {layers} layers: each step gathers "
+            f"FSDP has {counted(len(units), 'unit')} for {layers} layers: each step gathers "
             f"{format_bytes(largest)} at once."
         )
         fix = "shard each layer (fully_shard, or wrap_fsdp_meta_safe), then the root."
@@ -103,8 +104,6 @@ def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
 
 def fsdp_units(model: torch.nn.Module) -> dict[str, int]:
     """Return the name of each unit of FSDP1 or FSDP2 and the unsharded bytes that it gathers."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     units = {n: m for n, m in model.named_modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))}
     sizes = dict.fromkeys(units, 0)
     for name, parameter in model.named_parameters():

@@ -31,8 +31,8 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
             kept = [tensor for tensor in _tensors(value, _DEEPEST) if tensor.grad_fn is not None]
             if kept:
                 message = (
-                    f"holds {len(kept)} tensor{'s' if len(kept) > 1 else ''} with the graph of an earlier step, and "
-                    f"so every activation of that step."
+                    f"holds {counted(len(kept), 'tensor')} with the graph of an earlier step, and so every activation "
+                    f"of that step."
                 )
                 fix = "keep loss.detach() or loss.item(), and drop outputs after the step."
                 yield Finding("SL112", "error", f"{owner}.{name}", message, fix, size_of(kept))

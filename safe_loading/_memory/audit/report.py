@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table, to_json
+from safe_loading._core.report import Finding, Table, Verdict, counted, format_bytes, text_table, to_json
 from safe_loading._memory.forecast.report import MemoryForecast
 from safe_loading.errors import printable
 
@@ -41,8 +41,7 @@ class AuditReport(Verdict):
         return sum(finding.bytes for finding in self.findings)
 
     def _title(self) -> str:
-        count = len(self.findings)
-        verdict = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
+        verdict = counted(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{self.model}: {verdict} in {len(self.checked)} checks"
 
     def _tables(self) -> list[Table]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, Severity, counted, format_bytes
@@ -72,8 +73,6 @@ def _frozen_by_method(
     audited: AuditedModel, active: Sequence[str], untrained: Mapping[str, torch.nn.Parameter]
 ) -> set[int]:
     """Return which frozen parameters peft leaves so when it trains these adapters, as MiCA does one of its factors."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     layers: list[Any] = [m for m in audited.inner.modules() if isinstance(m, BaseTunerLayer)] if untrained else []
     own = {id(p) for layer in layers for p in layer.parameters()}
     flags = [(p, p.requires_grad) for p in audited.inner.parameters()]
@@ -121,8 +120,6 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when the output layer has an adapter."""
     if audited.peft is None or audited.base is None:
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     head = embeddings_and_head_of(audited.base).head
     if head is None or not issubclass(type(head), BaseTunerLayer):  # a mixin, which no Module is for type checkers
         return

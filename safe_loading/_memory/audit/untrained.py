@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, PreTrainedModel
 
 from safe_loading._core.names import method_name
@@ -31,8 +32,6 @@ def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for adapters that are disabled or merged: the base then runs without them."""
     if audited.peft is None or not audited.training:
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     layers = {n: m for n, m in audited.peft.named_modules() if isinstance(m, BaseTunerLayer)}
     off = {name: "disabled" for name, layer in layers.items() if layer.disable_adapters}
     off |= {name: "merged" for name, layer in layers.items() if getattr(layer, "merged", False)}

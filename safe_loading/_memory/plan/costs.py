@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import Device
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.allocator import replay
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.timeline import Loading, run_events
 
 from .device_map_plan import DeviceUse
 from .layer_groups import LayerGroup
-from .map_keys import device_of, execution_devices, is_offloaded, running_device
+from .map_keys import device_of, is_offloaded, running_device
 from .module_tree import ModuleTree, PlacementUnit
 from .request import PlanRequest
 
@@ -111,7 +112,7 @@ def counted_uses(
 
     `extra` is what a traced step needed beyond that, by device.
     """
-    main = execution_devices(device_map)[0]
+    main = main_device(device_map.values())
     sums: dict[Device, dict[str, int]] = {
         device: dict.fromkeys(("weights", "buffers", "cache", "training", "transient", "staging"), 0)
         for device in (*request.limits, *device_map.values())  # an edited map may name one without a limit
@@ -185,17 +186,17 @@ def traced_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse
         if device is None or use.device not in request.running:
             rows.append(use)
             continue
-        at_peak: dict[str, int] = dict(device.at_peak)
-        weights = at_peak.get("weights", 0) + at_peak.get("adapters", 0)
+        at_peak = Counter(device.at_peak)
+        weights = at_peak["weights"] + at_peak["adapters"]
         staging = max(weights - use.weights, 0)  # weights beyond those that live here were brought here for a moment
-        training = at_peak.get("gradients", 0) + at_peak.get("optimizer", 0)
-        known = weights + at_peak.get("buffers", 0) + at_peak.get("kv_cache", 0) + training
+        training = at_peak["gradients"] + at_peak["optimizer"]
+        known = weights + at_peak["buffers"] + at_peak["kv_cache"] + training
         rows.append(
             replace(
                 use,
                 weights=weights - staging,
-                buffers=at_peak.get("buffers", 0),
-                kv_cache=at_peak.get("kv_cache", 0),
+                buffers=at_peak["buffers"],
+                kv_cache=at_peak["kv_cache"],
                 gradients=training,
                 activations=device.peak_bytes - known,
                 staging=staging,

@@ -157,12 +157,11 @@ class Crossings:
         for kind, node in enumerate(self.nodes):
             own = kind if kind in self.hosts else -1
             devices.setdefault(node, []).append(repr((self.counts[kind], self.room[kind], own, self.reaches[kind])))
-        earlier: dict[int, list[int]] = {}
         nodes = [*devices]
-        for place, node in enumerate(nodes):
-            twins = [other for other in nodes[:place] if sorted(devices[other]) == sorted(devices[node])]
-            earlier[node] = twins
-        return earlier
+        return {
+            node: [other for other in nodes[:place] if sorted(devices[other]) == sorted(devices[node])]
+            for place, node in enumerate(nodes)
+        }
 
     def _is_later_twin(self, kind: int, used: Counts) -> bool:
         """Return whether the node of a kind is untouched, and so is one before it that is alike."""

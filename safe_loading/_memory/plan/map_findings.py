@@ -11,9 +11,10 @@ import torch
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.parse_size import Device
 from safe_loading._core.report import Finding, counted
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.records import Crossing
 
-from .map_keys import device_of, execution_devices, running_device
+from .map_keys import device_of, running_device
 from .module_tree import ModuleTree
 
 _LEAST_MOVED = 1 << 16  # bytes from which on it is worth a finding that the model moves tensors itself
@@ -108,5 +109,5 @@ def moved_by_the_model(crossings: Iterable[Crossing]) -> Iterator[Finding]:
 
 def _running_devices(tree: ModuleTree, device_map: Mapping[str, Device]) -> list[Device]:
     """Return the device that runs each unit; offloaded units run on the main one."""
-    main = execution_devices(device_map)[0]
+    main = main_device(device_map.values())
     return [running_device(unit.path, device_map, main) for unit in tree.units]

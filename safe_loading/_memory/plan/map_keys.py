@@ -1,4 +1,4 @@
-"""Device maps: written from a device for each unit (complete, explicit, few keys), and read. Imports no torch.
+"""Device maps: written from a device for each unit (complete, explicit, few keys), and read.
 
 transformers matches a key against the *beginning* of a parameter's name, whole parts or not, and tries keys with more
 dots and more letters first (``expand_device_map``). In a map whose keys cover every tensor exactly once, the longest
@@ -49,12 +49,3 @@ def running_device(name: str, device_map: Mapping[str, Device], main: Device) ->
     """Return the device that runs a module: the main one if it is offloaded, as a whole or in part."""
     device = device_of(name, device_map)
     return main if device is None or is_offloaded(device, main) else device
-
-
-def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
-    """Return the devices that compute, the one for offloaded modules first: ``accelerate.dispatch_model``'s choice.
-
-    It takes the first element of a set, which for integers below 8 is the smallest; the set {2, 9} starts with 9.
-    """
-    accelerators = {device for device in device_map.values() if device not in HOST}
-    return tuple(accelerators) or ("cpu",)

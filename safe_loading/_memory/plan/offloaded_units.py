@@ -14,11 +14,12 @@ from functools import cached_property
 
 from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import Device
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.text_config import text_config
 
 from .costs import Cost
-from .map_keys import device_of, execution_devices, is_offloaded
+from .map_keys import device_of, is_offloaded
 from .module_tree import ModuleTree, PlacementUnit, SizedTensor
 from .offload import Away, Piece, Split
 from .request import PlanRequest
@@ -49,7 +50,7 @@ class OffloadedUnits:
 
     def moved(self, device_map: Mapping[str, Device]) -> int:
         """Return the bytes that each token moves to the main device, with some map."""
-        main = execution_devices(device_map)[0]
+        main = main_device(device_map.values())
         moved = Fraction(0)
         for unit in self._tree.units:
             for tensor in unit.tensors:

@@ -12,6 +12,7 @@ from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import HOST, Device, mixed_types, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.read_adapter import as_passed
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.attention_names import attention_of
@@ -23,7 +24,7 @@ from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .infeasible import infeasible, most_temporaries, unexplained
 from .layer_groups import LayerGroup, Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
-from .map_keys import collapse, device_of, execution_devices
+from .map_keys import collapse, device_of
 from .module_tree import ModuleTree, cut_model, is_outside_stacks
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
@@ -158,7 +159,7 @@ class Planner:
         usable = [number for number, device in enumerate(request.running) if request.limits.get(device)]
         guess = request.running[request.main_of(usable or [0])]
         found = self._placed(tree, costs, own_on=guess)
-        main = execution_devices({path: device for path, device in found.items() if path not in own})[0]
+        main = main_device(device for path, device in found.items() if path not in own)
         if main != guess:
             found = self._placed(tree, costs, own_on=main)
         return collapse(found | dict.fromkeys(own, main))

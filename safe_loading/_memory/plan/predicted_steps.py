@@ -26,6 +26,8 @@ from .step_traces import StepTraces
 
 Vary = Literal["length", "batch"]
 Placement = Mapping[str, Device]
+FIELDS: Mapping[Vary, str] = {"length": "sequence_length", "batch": "batch_size"}
+"""The field of a workload that varies."""
 
 _CLEARLY = 1.1  # an estimated peak so many times the limit is beyond it, whatever crosses; and the other way around
 
@@ -66,7 +68,8 @@ class RecordedSteps(StepTraces):
 
     def size_of(self, workload: Workload) -> int:
         """Return the size of a workload that varies."""
-        return workload.batch_size if self.vary == "batch" else workload.sequence_length
+        size: int = getattr(workload, FIELDS[self.vary])
+        return size
 
 
 class PredictedSteps(StepTraces):

@@ -10,9 +10,9 @@ import torch
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 
-from .map_keys import execution_devices
 from .search import Objective
 
 
@@ -45,7 +45,7 @@ class PlanRequest:
     def main_of(self, used: Iterable[int]) -> int:
         """Return the number of the main device, which runs offloaded modules, among these running devices."""
         running = self.running
-        return running.index(execution_devices({str(number): running[number] for number in used})[0])
+        return running.index(main_device(running[number] for number in used))
 
     @property
     def hosts(self) -> list[Device]:

@@ -16,7 +16,7 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import DeviceMapInfeasible
 
 from .planner import Planner
-from .predicted_steps import Placement, PredictedSteps, RecordedSteps, TrialPlanner, Vary
+from .predicted_steps import FIELDS, Placement, PredictedSteps, RecordedSteps, TrialPlanner, Vary
 from .request import PlanRequest
 from .require_traced import require_traced
 from .sized_steps import NEARBY, PROBES, Homes
@@ -41,8 +41,7 @@ class SizeSearch:
 
     def sized(self, size: int) -> Workload:
         """Return the workload with this size."""
-        name = "batch_size" if self.vary == "batch" else "sequence_length"
-        return self.request.workload.replace(**{name: size})
+        return self.request.workload.replace(**{FIELDS[self.vary]: size})
 
     def largest(self) -> int:
         """Return the size; raise `DeviceMapInfeasible` when not even 1 fits, `TraceError` when no step can be run."""

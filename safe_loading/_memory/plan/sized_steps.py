@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_loading._core.parse_size import HOST, Device
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.records import Allocation, DeviceTrace, StepTrace
 
-from .map_keys import device_of, execution_devices
+from .map_keys import device_of
 
 # Primes p with (p + 1) / 2 prime, too: a cache has one position more after a step than before it.
 PROBES = {"length": 673, "batch": 61}
@@ -34,7 +35,7 @@ class Homes:
     """Which device runs each module with a device map."""
 
     def __init__(self, device_map: Mapping[str, Device]) -> None:
-        self._map, self._main = device_map, execution_devices(device_map)[0]
+        self._map, self._main = device_map, main_device(device_map.values())
 
     def of(self, trace: StepTrace) -> list[Device]:
         """Return the device of each allocation of a step that ran on one device.

@@ -9,7 +9,7 @@ them copied there before its forward and dropped after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,8 +38,7 @@ class TracePlacement:
         self.left_on_host: set[str] | None = set() if attached_there else None
         self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
         devices = set(self.map.values())
-        running = devices - set(HOST)
-        self.main: Device = next(iter(running)) if running else "cpu"  # as dispatch_model chooses main_device
+        self.main = main_device(self.map.values())
         # for a single device dispatch_model only moves the model, but disk weights always need hooks that load them
         self.hooked = len(devices) > 1 or "disk" in devices
         # a model that runs on the CPU has its "cpu" modules where they run
@@ -66,6 +65,14 @@ class TracePlacement:
     def runs_on(self, path: str) -> Device:
         """Return the device on which a module runs."""
         return self.main if self.is_offloaded(path) else self.stored_on(path)
+
+
+def main_device(devices: Iterable[Device]) -> Device:
+    """Return the device for offloaded modules, of those in a map: ``accelerate.dispatch_model``'s choice.
+
+    It takes the first element of a set, which for integers below 8 is the smallest; the set {2, 9} starts with 9.
+    """
+    return next(iter(set(devices) - set(HOST)), "cpu")
 
 
 def install_hooks(

@@ -76,12 +76,17 @@ def with_adapter(
     uninitialized = NoInit() if on_meta else contextlib.nullcontext()
     limit = contextlib.nullcontext() if on_meta else allocation_limit(model, {}, adapter)
     device = torch.device("meta" if on_meta else "cpu")
-    building = contextlib.ExitStack()
-    with own_generators(), MetaStandIns(model), uninitialized, device, injecting(adapter, model), building:
-        building.enter_context(fitted)
-        building.enter_context(as_trained(config))
-        building.enter_context(mamba_outputs_adapted(config))
-        building.enter_context(limit)
+    with (
+        own_generators(),
+        MetaStandIns(model),
+        uninitialized,
+        device,
+        injecting(adapter, model),
+        fitted,
+        as_trained(config),
+        mamba_outputs_adapted(config),
+        limit,
+    ):
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
         if left_on_host is not None:
             left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")

@@ -189,7 +189,8 @@ def _run(
     skipped: SkippedLayers,
 ) -> None:
     ledger = mode.ledger
-    functions = TraceFunctionMode(mode.content, fake_device(where.main))
+    main = fake_device(where.main)
+    functions = TraceFunctionMode(mode.content, main)
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
     with (
         signals_held() as mode.held,
@@ -209,10 +210,9 @@ def _run(
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
             _enable_checkpointing(model)
-        inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
+        inputs = StepInputs(model, mode.values, main, user_inputs)
         install_hooks(model, where, ledger, mode.in_hook, skipped.inner_modules())
         skipped.install()
-        main = fake_device(where.main)
         if reference is not None:
             FakeTensors(maker, ledger, mode.values, where).replace_tensors(reference)
         spread = job.spread_over_ranks(model, reference, list(tensors.trainable()), main, ledger)
