@@ -25,9 +25,9 @@ def infeasible(
     puzzle: Puzzle,
     away: Sequence[Away],
     extra: Mapping[Device, int],
-    merged: Sequence[str] = (),
-    temporaries: str = "",
-    changes: Sequence[str] = (),
+    merged: Sequence[str],
+    temporaries: str,
+    changes: Sequence[str],
 ) -> DeviceMapInfeasible:
     """Return the exception for a model, named by its class, that does not fit.
 

@@ -96,7 +96,7 @@ class OffloadSearch:
         room: int,
         *,
         main_is_used: bool,
-        splits: bool = True,
+        splits: bool,
     ) -> None:
         self.steps, self.slots, self.room, self.main_is_used, self.splits = steps, slots, room, main_is_used, splits
         pinned = {step for step in steps if isinstance(step, int)} | {main}

@@ -37,7 +37,7 @@ class OffloadedUnits:
         self._calls = {name: count for name, count in calls.items() if count}
         self._steps = calls.get("", 0)
 
-    def away(self, costs: Sequence[Cost], whole: Collection[str] = ()) -> list[Away]:
+    def away(self, costs: Sequence[Cost], whole: Collection[str]) -> list[Away]:
         """Return the offloaded sizes of each unit; units whose paths are in ``whole`` may not leave in part."""
         own = self._tree.own_tensors()
         return [

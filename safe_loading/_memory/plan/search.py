@@ -43,9 +43,9 @@ class PartitionSearch:
         self,
         chain: Chain,
         slots: Sequence[DeviceSlot],
-        pinned: Sequence[tuple[int, Sequence[int]]] = (),
-        nodes: Sequence[int] = (),
-        bounds: set[str] | None = None,
+        pinned: Sequence[tuple[int, Sequence[int]]],
+        nodes: Sequence[int],
+        bounds: set[str],
     ) -> None:
         self.chain = chain
         self.slots = tuple(slots)
@@ -59,12 +59,12 @@ class PartitionSearch:
         self.kind_of = {number: kind for kind, members in enumerate(self.members) for number in members}
         self.pinned = tuple((at, tuple(numbers)) for at, numbers in pinned)
         self.nodes = tuple(nodes)
-        self.bounds = set[str]() if bounds is None else bounds  # in words, where not every way was tried
+        self.bounds = bounds  # in words, where not every way was tried
 
-    def least_fraction(self, below: Fraction | None = None) -> Fraction | None:
+    def least_fraction(self, below: Fraction | None) -> Fraction | None:
         """Return the least possible largest load as a fraction of its limit; None when there is none.
 
-        Only what is strictly less than `below` counts, by default what is at most 1.
+        Only what is strictly less than `below` counts, or for None what is at most 1.
         """
         best = self._achieved(self._caps(Fraction(1)) if below is None else self._caps(below, below=True))
         if best is None:
@@ -86,9 +86,9 @@ class PartitionSearch:
             best = achieved
         return best
 
-    def fits(self, fraction: Fraction = Fraction(1)) -> bool:
-        """Return whether the chain fits when each device takes at most ``fraction`` of its limit."""
-        caps = self._caps(fraction)
+    def fits(self) -> bool:
+        """Return whether the chain fits."""
+        caps = self._caps(Fraction(1))
         return self._pinned_fit(caps) and self._fewest(self._reaches(caps)) is not None
 
     def least_loads(self) -> LeastLoads | None:

@@ -31,9 +31,7 @@ class TracePlacement:
     adapter leaves on the host are in `left_on_host`, which is None otherwise.
     """
 
-    def __init__(
-        self, device_map: Mapping[str, Device] | None, *, offload_buffers: bool = False, attached_there: bool = False
-    ) -> None:
+    def __init__(self, device_map: Mapping[str, Device] | None, *, offload_buffers: bool, attached_there: bool) -> None:
         self.offload_buffers = offload_buffers
         self.left_on_host: set[str] | None = set() if attached_there else None
         self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
@@ -80,7 +78,7 @@ def install_hooks(
     placement: TracePlacement,
     ledger: Ledger,
     in_hook: InHook,
-    never_called: Collection[torch.nn.Module] = (),
+    never_called: Collection[torch.nn.Module],
 ) -> None:
     """Register the hooks on every module that may be called; the caller's snapshot of the model removes them."""
     skip_keys: object = getattr(model, "_skip_keys_device_placement", None)

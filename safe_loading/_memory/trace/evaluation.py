@@ -43,7 +43,7 @@ def run_evaluation(
     workload: Workload,
     inputs: StepInputs,
     ledger: Ledger,
-    sharded_reference: torch.nn.Module | None = None,
+    sharded_reference: torch.nn.Module | None,
 ) -> None:
     """Run the evaluation of one batch, whose loss is computed as in training.
 

@@ -22,7 +22,7 @@ class GeneratedSequences:
     """
 
     def __init__(
-        self, prompt: Mapping[str, torch.Tensor], inputs: StepInputs, ledger: Ledger, *, sampled: bool = False
+        self, prompt: Mapping[str, torch.Tensor], inputs: StepInputs, ledger: Ledger, *, sampled: bool
     ) -> None:
         self._sampled = sampled
         self._inputs, self._ledger = inputs, ledger

@@ -55,7 +55,7 @@ def _on_real_tensors() -> Iterator[None]:
 class KnownValues:
     """The real values of some fake tensors, and the assumptions where values are unknown."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._most, self._most_floats = MAX_ELEMENTS, MAX_FLOATS
         self.generators = OwnGenerators(seed)

@@ -200,7 +200,7 @@ class Ledger:
         if index is not None:
             self.allocations[index] = self.allocations[index]._replace(bytes=0)
 
-    def make_resident(self, first_update: slice = slice(0)) -> None:
+    def make_resident(self, first_update: slice) -> None:
         """Forget the allocations that were freed so far: those alive now were there before the step.
 
         The events of the optimizer's first step are remembered.

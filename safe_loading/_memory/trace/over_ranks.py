@@ -102,7 +102,7 @@ class RankOfJob(OneCard):
 
 
 def ranks_alike(
-    model: torch.nn.Module, workload: Workload, spread: Spread, prepare_for_kbit: KbitPreparation = "none"
+    model: torch.nn.Module, workload: Workload, spread: Spread, prepare_for_kbit: KbitPreparation
 ) -> list[list[int]]:
     """Return the ranks of a job, those together that hold parts of the same sizes and so allocate the same."""
     if spread.wrapped_by == "accelerate":

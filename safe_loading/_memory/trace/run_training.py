@@ -41,7 +41,7 @@ def run_training(
     inputs: StepInputs,
     ledger: Ledger,
     trained: TrainedParameters,
-    sharded_reference: torch.nn.Module | None = None,
+    sharded_reference: torch.nn.Module | None,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
