@@ -9,6 +9,7 @@ them copied there before its forward and dropped after it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -105,8 +106,7 @@ def _note_calls(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
 
 def has_tensors(module: torch.nn.Module) -> bool:
     """Return whether a module, or any module inside it, has a parameter or a buffer."""
-    tensors = (t for inner in module.modules() for t in (*inner._parameters.values(), *inner._buffers.values()))
-    return any(tensor is not None for tensor in tensors)
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _send_inputs(
