@@ -42,7 +42,7 @@ STANDS_ON = {
     "merge_lora_checkpoint": 155,
     "wrap_fsdp_meta_safe": 132,
     "wrap_transparent": 17,
-    "plan_device_map": 170,
+    "plan_device_map": 169,
 }
 ENGINES = {"torch", "transformers", "peft", "accelerate", "safetensors", "numpy"}
 
