@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import Finding, worst_first
 from safe_loading._core.workload import Workload
+from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
 from safe_loading._model.quantized.kbit_preparation import (
     KbitPreparation,
     check_preparation,
@@ -282,10 +284,6 @@ def _build_on_meta(
     adapter = made.workload.adapter
     if adapter is None:
         return made.model, workload
-    from peft import get_peft_model
-
-    from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
-
     if isinstance(adapter, (str, os.PathLike)):
         config, fitted = read_adapter(adapter).config_on(made.model)
         refuse_costly_patterns(config, made.model, adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from .records import Start
 
@@ -24,8 +25,6 @@ def widened_adapters(model: torch.nn.Module) -> dict[str, int]:
 
 def _is_of_16_bits(layer: object) -> bool:
     """Whether peft makes the adapters of a layer in 16 bits (``_get_base_layer_device_and_dtype``)."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
     # a quantized layer has the dtype that it computes in
     dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)

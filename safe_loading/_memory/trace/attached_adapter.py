@@ -6,10 +6,20 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
+from peft import LoraConfig, LoraRuntimeConfig, PeftConfig, get_peft_model
 
+from safe_loading._core.workload import Workload
+from safe_loading._loading.allocation_limit import allocation_limit
+from safe_loading._loading.peft_config import (
+    as_trained,
+    injecting,
+    is_lora,
+    mamba_outputs_adapted,
+    refuse_costly_patterns,
+)
+from safe_loading._loading.starts import skip_deferred_start
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation, prepare_adapter
 from safe_loading._model.quantized.stand_ins import lora_layers
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
@@ -18,11 +28,6 @@ from safe_loading.errors import AdapterError
 
 from .read_adapter import read_adapter
 from .trace_error import refuse_untraced_methods
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-    from safe_loading._core.workload import Workload
 
 # what peft computes with before it looks whether it is there, with an example of each
 _NEEDED = {"task_type": "'CAUSAL_LM'", "num_virtual_tokens": "20", "adapter_len": "10", "adapter_layers": "2"}
@@ -50,18 +55,6 @@ def with_adapter(
     if adapter is None:
         yield model
         return
-    from peft import get_peft_model
-
-    from safe_loading._loading.allocation_limit import allocation_limit
-    from safe_loading._loading.peft_config import (
-        as_trained,
-        injecting,
-        is_lora,
-        mamba_outputs_adapted,
-        refuse_costly_patterns,
-    )
-    from safe_loading._loading.starts import skip_deferred_start
-
     config, fitted = _config_on(model, adapter)
     refuse_untraced_methods(config)
     _refuse_incomplete(config)
@@ -118,8 +111,6 @@ def _refuse_incomplete(config: PeftConfig) -> None:
 
 def _as_attached(config: PeftConfig) -> PeftConfig:
     """Return a LoRA's config so that it can be attached here: without a GPU, data or values, and to stand-ins."""
-    from peft import LoraConfig, LoraRuntimeConfig
-
     if not isinstance(config, LoraConfig):
         return config
     config = copy.copy(config)
