@@ -31,7 +31,8 @@ class SizeSearch:
     """Searches the largest size up to `top` for which a request has a plan."""
 
     def __init__(self, request: PlanRequest, vary: Vary, top: int) -> None:
-        self.request, self.vary, self.top = replace(request, explains=False), vary, top
+        self.request, self.top = replace(request, explains=False), top
+        self.vary: Vary = vary
         self.traces = RecordedSteps(request, vary)
         self.plans = self._misses = self._proofs = self._trials = 0
         self._map: Placement | None = None  # of the largest size that fitted, or of the last trial that did
