@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from safe_loading._core.names import canonical
+from safe_loading._core.names import canonical, first_names
 from safe_loading._model.tensors import ModelTensor, inventory
 from safe_loading.errors import ArgumentError
 
@@ -25,10 +25,10 @@ def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     return tuple(_canonical(tensor) for tensor in inventory(model) if tensor.is_buffer)
 
 
-def gradient_hook_problems(parameters: Iterable[ModelTensor]) -> list[str]:
-    """Return a problem for each trained parameter with hooks on its gradient.
+def gradient_problems(parameters: Iterable[ModelTensor]) -> list[str]:
+    """Return a problem for each parameter that has a gradient, and for each trained one with hooks on it.
 
-    FSDP trains other tensors in place of the parameters, and the hooks would never be called.
+    FSDP trains other tensors in place of the parameters: the gradients would be lost, and the hooks never called.
     """
     with torch._C.DisableTorchFunctionSubclass():  # a look at a parameter without weights would read them
         hooked = [
@@ -37,11 +37,18 @@ def gradient_hook_problems(parameters: Iterable[ModelTensor]) -> list[str]:
             if each.tensor.requires_grad
             and (each.tensor._backward_hooks or getattr(each.tensor, "_post_accumulate_grad_hooks", None))
         ]
-    return [
+        with_gradient = [each.name for each in parameters if each.tensor.grad is not None]
+    problems = [
         f"{name} has a hook on its gradient, which would never be called: remove the hook, and change .grad between "
         f"backward() and the optimizer's step"
         for name in hooked
     ]
+    if with_gradient:
+        problems.append(
+            f"{first_names(with_gradient)} {'has a gradient' if len(with_gradient) == 1 else 'have gradients'}, which "
+            f"would be lost: call the optimizer's step(), and model.zero_grad()"
+        )
+    return problems
 
 
 def _canonical(tensor: ModelTensor) -> ModelTensor:

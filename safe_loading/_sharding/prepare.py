@@ -22,7 +22,7 @@ from . import fsdp1
 from .accelerate_settings import wrap_options
 from .checkpoint_folder import OpenedFolder
 from .later_values import WeightlessParameter
-from .parameters import gradient_hook_problems, parameters_of
+from .parameters import gradient_problems, parameters_of
 from .setup import ranks_of
 from .undo import model_as_before
 from .weightless import LaterWeights, later_weights_of, move_to_meta
@@ -100,7 +100,7 @@ def _prepared(
             f"load_at_prepare(), and accelerate runs {accelerator.distributed_type}, not FSDP: launch with `accelerate "
             f"launch --use_fsdp`, pass fsdp=True to TrainingArguments, or load without load_at_prepare()."
         )
-    if problems := gradient_hook_problems(parameters_of(model)):
+    if problems := gradient_problems(parameters_of(model)):
         raise ArgumentError(f"FSDP cannot train this {type(model).__name__} as it is:", problems)
     held = _held_parameters(model, optimizers)
     plugin = accelerator.state.fsdp_plugin

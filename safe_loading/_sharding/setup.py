@@ -36,7 +36,7 @@ from .parameters import (
     Ignored,
     buffers_of,
     described,
-    gradient_hook_problems,
+    gradient_problems,
     ignored_parameters,
     parameters_of,
 )
@@ -226,7 +226,7 @@ def assign_roles(
     )
     problems = [
         *past_hooks(model),
-        *gradient_hook_problems(roles.parameters),
+        *gradient_problems(roles.parameters),
         *_in_eight_bits(roles.sharded),
         *_split_by_zero3(model),
         *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),

@@ -92,6 +92,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_sharding/parameters.py": {
         "pass modules, parameters": _SHARDED,
         "remove the hook": "sharding/test_parameter_notes.py::test_hooks_on_gradients_are_refused_by_name",
+        "call the optimizer's step()": "sharding/test_parameter_notes.py::test_gradients_are_refused_by_name",
     },
     "_sharding/prepare.py": {
         "launch with `accelerate launch": "sharding/test_launched_scripts.py::"

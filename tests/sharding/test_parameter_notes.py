@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from fsdp_cases import llama, on_meta, plain, reference
+from fsdp_cases import llama, on_meta, plain, reference, whole
 from torch import nn
 
 from safe_loading import ArgumentError, wrap_fsdp_meta_safe
@@ -57,3 +57,30 @@ def test_hooks_on_gradients_are_refused_by_name(version: Literal[1, 2], kind: st
     optimizer.step()
     moved = [not torch.equal(one, other) for one, other in zip(before, wrapped.parameters(), strict=True)]
     assert moved == [True, False, False, True]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen since"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_gradients_are_refused_by_name(version: Literal[1, 2], frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    one: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    one.load_state_dict(model.state_dict())
+    for each in (one, model):
+        each[1](torch.ones(2, 4)).sum().backward()
+        each[1].requires_grad_(not frozen)
+    bias, gradient = model[1].bias, model[1].bias.grad
+    with pytest.raises(ArgumentError, match=r"1\.\w+, 1\.\w+ have gradients, which would be lost: call the optimizer"):
+        wrap_fsdp_meta_safe(model, version=version)
+    assert model[1].bias is bias
+    assert bias.grad is gradient
+    # the road that it names
+    for each in (one, model):
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+        each.zero_grad()
+    wrapped: Any = wrap_fsdp_meta_safe(model, version=version)
+    for each in (one, wrapped):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+        each(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    after = {plain(name): whole(value) for name, value in wrapped.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in one.state_dict().items())
