@@ -120,7 +120,7 @@ def verify_merge(
     weights, model_class = checked_weights(adapter_weights, request), as_model_class(auto_class)
     with one_torch_thread(), _progress.engine_bars(0):
         sources = _open(request, weights, judged, key_mapping)
-        changes, _ = find_changes(sources, None, model_class, judged.plain)
+        changes, _ = find_changes(sources, None, model_class, (judged.plain, judged.opened.config or {}))
         elsewhere = find_elsewhere(sources.base.template.tensors, changes)
         dtypes = merged_dtypes(judged.plain, sources.base.checkpoint.tensors, changes, elsewhere)
     base = sources.base
@@ -193,14 +193,9 @@ class _Judged:
         """Return the tensors to compare, and the verdicts on those that need no value."""
         if are_transposed(plans, self.blocks):
             raise MergeError(_not_judged(self, self.method, "its codes are of transposed weights (Conv1D)"))
-        pairs, checked = match_tensors(plans, self.plain, changes, elsewhere, keeps_ties=self.keeps_ties)
+        pairs, checked = match_tensors(plans, self.plain, changes, elsewhere)
         pairs, unchecked = with_blocks(pairs, self.blocks)
         return pairs, [*checked, *unchecked]
-
-    @property
-    def keeps_ties(self) -> bool:
-        """Whether its config lets one tensor stand for another one that is tied to it."""
-        return (self.opened.config or {}).get("tie_word_embeddings") is not False
 
 
 def _open(

@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from models import save_adapter, save_llama, save_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_verify_merge import EMBED, HEAD, codes, rewritten, tensors_of, verdicts
 from test_verify_merge_roads import sized
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from safe_loading import merge_lora_checkpoint, verify_merge
 
@@ -120,3 +127,49 @@ def test_a_merge_that_was_saved_without_being_merged(tmp_path: Path) -> None:
     check = verify_merge(base, adapter, wrong)
     assert not check.ok
     assert codes(check) & {"update-absent", "merged-missing"}, str(check)
+
+
+EMBEDDINGS = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+
+
+@needs("transformers", "5.17")
+@needs("peft", "0.21")
+@pytest.mark.parametrize(
+    ("trained", "left_out", "missing"),
+    [
+        (["lm_head"], EMBEDDINGS, set()),
+        # the model ties those that are absent to the new values
+        (["shared"], set(), EMBEDDINGS),
+        (["lm_head", "shared"], set(), {"decoder.embed_tokens.weight"}),
+    ],
+    ids=["head", "embeddings", "both"],
+)
+def test_ties_that_stay_whatever_the_config_says(
+    trained: list[str], left_out: set[str], missing: set[str], tmp_path: Path
+) -> None:
+    # peft writes tie_word_embeddings=False, and T5 ties the embeddings of encoder and decoder all the same
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
+    T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(base)
+    config = LoraConfig(target_modules=["q"], modules_to_save=trained, task_type="SEQ_2_SEQ_LM")
+    peft: Any = get_peft_model(T5ForConditionalGeneration.from_pretrained(base), config)
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    peft.save_pretrained(adapter)
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    expected = peft.eval()(input_ids=tokens, labels=tokens).logits
+    peft.merge_and_unload().save_pretrained(merged)
+    assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded: Any = T5ForConditionalGeneration.from_pretrained(merged)
+    is_right = torch.allclose(loaded(input_ids=tokens, labels=tokens).logits, expected, atol=1e-4)
+    check = verify_merge(base, adapter, merged)
+    assert check.ok is is_right is (not missing), str(check)
+    assert {tensor.name for tensor in check.of("left out")} == left_out
+    assert {tensor.name for tensor in check.of("missing")} == missing
+    # what nothing stands for is missing all the same
+    tensors = tensors_of(merged)
+    del tensors["lm_head.weight"]
+    check = verify_merge(base, adapter, rewritten(merged, tmp_path / "without", tensors))
+    assert "lm_head.weight" in {tensor.name for tensor in check.of("missing")}

@@ -80,6 +80,8 @@ class Changes:
     tied: dict[str, str] = dataclasses.field(default_factory=dict)  # other names of merged tensors, with those tensors
     # The names on disk of each tied parameter of the base, by each of them; a name that it lacks is the model's.
     ties: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    # Pairs on disk that the model of a folder that is judged ties: where it lacks one, the other stands for both.
+    ties_of_judged: tuple[tuple[str, str], ...] = ()
     unknown: frozenset[str] = frozenset()  # tensors on disk that the class of the output does not know
     elsewhere: OtherLayout | None = None  # of a folder that is judged and has other names or shapes than the base
     dropped: set[str] = dataclasses.field(default_factory=set)  # what the class of the output has no use for

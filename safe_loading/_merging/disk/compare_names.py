@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -47,17 +47,14 @@ def match_tensors(
     merged: Checkpoint,
     changes: Changes,
     elsewhere: Mapping[str, Gathered],
-    *,
-    keeps_ties: bool,
 ) -> tuple[list[Pair], list[CheckedTensor]]:
     """Return the tensors to compare, and the verdicts on those that need no value.
 
-    ``elsewhere`` are those that the folder holds under another name or in other parts; ``keeps_ties`` says whether a
-    name of a tied weight may be absent, by the folder's config.
+    ``elsewhere`` are those that the folder holds under another name or in other parts.
     """
     matching = _Matching(plans, merged, changes, elsewhere)
     matching.match_fused_codes()
-    matching.match_planned(keeps_ties=keeps_ties)
+    matching.match_planned()
     matching.match_codes()
     matching.match_rest()
     return matching.pairs, matching.checked
@@ -74,9 +71,10 @@ class _Matching:
         self._planned = {tensor.target.name: tensor for plan in plans for tensor in plan.tensors}
         self._merged, self._changes, self._elsewhere = merged, changes, elsewhere
         self._fused: set[str] = set()  # planned codes and scales that lie in fused ones
+        self._stand_ins = _stand_ins(changes.ties_of_judged, (*merged.tensors, *elsewhere))
         self._met: set[str] = set()  # tensors of the folder that other names stand for, but for those elsewhere
 
-    def match_planned(self, *, keeps_ties: bool) -> None:
+    def match_planned(self) -> None:
         """Match the tensors that the merge would write, but for codes that are there."""
         for name, plan in self._planned.items():
             info, gathered = self._info(name), self._elsewhere.get(name)
@@ -87,7 +85,7 @@ class _Matching:
             elif info is None and self._has_another_shape(name):
                 continue
             elif info is None:
-                may_lack = self._is_unknown(plan) or (keeps_ties and self._has_twin(plan))
+                may_lack = self._is_unknown(plan) or self._has_twin(plan)
                 verdict: MergeVerdict = "left out" if may_lack else "missing"
                 target = plan.target
                 self.checked.append(CheckedTensor(name, "", verdict, plan.action, target.dtype, target.nbytes))
@@ -211,10 +209,18 @@ class _Matching:
         return plan.target.name in self._changes.unknown and plan.is_copy
 
     def _has_twin(self, plan: TensorPlan) -> bool:
-        """Return whether another name of a tied weight stands for a tensor."""
-        ties, there = self._changes.ties.get(plan.target.name, ()), (self._merged.tensors, self._elsewhere)
-        twins = [self._planned.get(other) for other in ties if any(other in names for names in there)]
-        return any(twin is not None and twin is not plan and _same_change(plan, twin) for twin in twins)
+        """Return whether the tensor that stands for a tied one in the folder's model should have the same values."""
+        twin = self._planned.get(self._stand_ins.get(plan.target.name, ""))
+        return twin is not None and twin is not plan and _same_change(plan, twin)
+
+
+def _stand_ins(ties: Iterable[tuple[str, str]], there: Iterable[str]) -> dict[str, str]:
+    """Return the tensor that a model takes for each tied one: its own, or that which it is tied to."""
+    held = {name: name for name in there}
+    for one, other in ties:
+        known = held.get(other) or held.get(one)
+        held = held if known is None else {one: known, other: known, **held}
+    return held
 
 
 def _shapes(found: tuple[int, ...], right: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from peft import PeftConfig, PeftType
 
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import method_name
-from safe_loading._core.protocols import ModelClass
+from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
 from safe_loading._merging.weights.other_tuners import KNOWN
@@ -23,6 +23,7 @@ from .output_model import (
     cast_dtypes,
     decides_more_by_tie_flag,
     layout_of_judged,
+    ties_by_config,
     ties_on_disk,
 )
 from .place_edits import place_edits
@@ -35,12 +36,15 @@ _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
-    sources: MergeSources, dtype: torch.dtype | None, model_class: ModelClass | None, judged: Checkpoint | None = None
+    sources: MergeSources,
+    dtype: torch.dtype | None,
+    model_class: ModelClass | None,
+    judged: tuple[Checkpoint, JsonObject] | None = None,
 ) -> tuple[Changes, dict[str, str]]:
     """Return the changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
 
-    Without a class, the base is of the class of the first adapter's task. ``judged`` is a merged folder, whose layout
-    is read where it is not that of the base.
+    Without a class, the base is of the class of the first adapter's task. ``judged`` is a merged folder and its
+    config; the layout is read where it is not that of the base.
 
     Raises AdapterError or CheckpointError when adapter, base and config do not fit one another, and MergeError with
     every reason when they fit and cannot be merged.
@@ -53,13 +57,14 @@ def find_changes(
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", refusals)
     # The layout is read before the adapters are attached: transformers' tables know the names without peft's.
     output = build_output_model(base, adapters, model_class)
-    elsewhere = None if judged is None else layout_of_judged(output, base, judged)
+    elsewhere = None if judged is None else layout_of_judged(output, base, judged[0])
+    ties_of_judged = () if judged is None or elsewhere is None else ties_by_config(output, judged[1])
     edits, problems = collect_edits(output.model, adapters, sources.weights)
     changes = place_edits(
         edits, output.layout, base.checkpoint.tensors, keeps_tie_flag=decides_more_by_tie_flag(output.model, base)
     )
     changes.ties, changes.unknown = ties_on_disk(output), frozenset(output.layout.unknown)
-    changes.elsewhere = elsewhere
+    changes.elsewhere, changes.ties_of_judged = elsewhere, ties_of_judged
     adapt_config(changes, output, base)
     problems += changes.problems
     if base.keeps_codes:

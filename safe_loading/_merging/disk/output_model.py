@@ -25,6 +25,7 @@ from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._core.engines import dtype_plan
+from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_values import Adapter
@@ -155,6 +156,25 @@ def ties_on_disk(output: OutputModel) -> dict[str, tuple[str, ...]]:
             group = tuple(dict.fromkeys(tensors.get(name, name) for name in names))
             ties |= dict.fromkeys(group, group)
     return ties
+
+
+def ties_by_config(output: OutputModel, config: JsonObject) -> tuple[tuple[str, str], ...]:
+    """Return the pairs on disk that a model by another config.json ties, in the order in which it fills them.
+
+    Its class decides, whatever ``tie_word_embeddings`` says: T5 always ties its embeddings. Before transformers 5 a
+    class does not say which weight stands for which.
+    """
+    kind: Any = type(output.model)
+    with contextlib.suppress(Exception), quiet(), torch.device("meta"):  # a class may refuse anything about its config
+        model = kind(type(output.model.config).from_dict(copy.deepcopy(dict(config))))
+        on_disk = {name: whole.pieces[0].tensor for name, whole in output.layout.of.items() if is_one_tensor(whole)}
+        ties: Mapping[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+        groups = set(all_names(model).values()) if ties is None else set()
+        pairs = (
+            [pair for names in groups for pair in itertools.combinations(names, 2)] if ties is None else ties.items()
+        )
+        return tuple((on_disk.get(one, one), on_disk.get(other, other)) for one, other in pairs)
+    return ()
 
 
 def layout_of_judged(output: OutputModel, base: MergeBase, merged: Checkpoint) -> OtherLayout | None:
