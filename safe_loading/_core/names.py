@@ -26,6 +26,11 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
+def wrapper_part(name: str) -> str:
+    """Return the first part of a name that a wrapper inside the model put there, with its dot; empty without one."""
+    return next((f"{part}." for part in name.split(".") if part in WRAPPER_PARTS), "")
+
+
 def first_names(names: Collection[str]) -> str:
     """Return the first of some names, and the number of the others."""
     shown = sorted(names)[:_MOST_NAMES]

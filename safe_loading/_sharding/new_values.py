@@ -13,7 +13,7 @@ from torch import nn
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
 from safe_loading._checkpoint.hub import adapter_files, resolve
-from safe_loading._core.names import method_name
+from safe_loading._core.names import canonical, method_name
 from safe_loading._core.report import Finding, counted, errors_of
 from safe_loading._loading.adapter_file import read_tensors, value_findings
 from safe_loading._model.formats.four_bit import is_four_bit
@@ -128,8 +128,9 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
     for name, folder in folders.items():
         facts = read_adapter(folder)
         problems += _other_settings(facts, configs[name])
-        tensors = read_tensors(facts)
-        problems += [finding.problem for finding in errors_of(value_findings(facts, tensors))]
+        stored = read_tensors(facts)
+        problems += [finding.problem for finding in errors_of(value_findings(facts, stored))]
+        tensors = {canonical(key): tensor for key, tensor in stored.items()}  # it may be of a compiled model
         given |= _made_writable(weightless, of_base, tensors.keys())
         try:
             result = peft.set_peft_model_state_dict(weightless, tensors, adapter_name=name)

@@ -20,7 +20,7 @@ from safe_loading._model.formats.packed_on_disk import described_weights
 from safe_loading._model.formats.registry import method_of_dtype
 from safe_loading._model.layout.checkpoint_source import CheckpointSource, ExpectedTensor
 from safe_loading._model.layout.convert import made_by
-from safe_loading._model.layout.fit import missing_problems, shape_problem, unexpected_tensors
+from safe_loading._model.layout.fit import missing_problems, shape_problem, unexpected_tensors, wrapped_names
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
 from safe_loading._model.layout.ties import UntiedPair, pairs_apart
 from safe_loading._model.quantized.to_plain import how_to_dequantize
@@ -50,6 +50,7 @@ def open_source(
     _refuse_packed(checkpoint)
     slots, same_as = _slots(model, names)
     layout = read_layout(model, checkpoint.tensors, slots)
+    _refuse_wrapped(model, checkpoint, layout, slots)
     config = getattr(model, "config", None)
     conversions: dict[str, Conversion] = {}
     problems = _not_castable(checkpoint, layout, slots)
@@ -91,6 +92,17 @@ def _refuse_packed(checkpoint: Checkpoint) -> None:
             f"only plain weights are read by ranges. Load the folder on every rank with from_pretrained, then call "
             f"wrap_fsdp_meta_safe(model) without it; or pass the base that it was made of, whose weights each rank "
             f"packs as it reads them: meta_model(base, quantization_config=...)."
+        )
+
+
+def _refuse_wrapped(
+    model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout, slots: Collection[str]
+) -> None:
+    """Refuse a folder that was saved through a wrapper, whose names are no names of the model."""
+    problem = wrapped_names(checkpoint, layout, slots)
+    if problem is not None:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fit this {type(model).__name__}; nothing was read:", [problem]
         )
 
 

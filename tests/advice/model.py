@@ -49,6 +49,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_model/layout/fit.py": {
         "Delete the one that is left over": _SOUND,
         "Save the model that is inside the wrapper": _SOUND,
+        "Save the model without it": "loading/test_wrapped_names.py::test_the_cause_is_told_and_mended",
         "Save the checkpoint again": _SOUND,
         "correct the number of layers": _SOUND,
     },

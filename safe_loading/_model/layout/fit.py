@@ -10,7 +10,8 @@ import torch
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._core.names import WRAPPER_PREFIXES
+from safe_loading._core.names import WRAPPER_PREFIXES, canonical, wrapper_part
+from safe_loading._core.report import counted
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensors import all_names
 
@@ -35,9 +36,9 @@ def misfits(
     layers beyond the last one of the model; nor are parameters that get their value from elsewhere (``excused``).
     """
     state: dict[str, torch.Tensor] = {name: t for name, t in model.state_dict().items() if not excused(name)}
-    prefixed = _prefixed_names(checkpoint, layout, state)
-    if prefixed:
-        return [prefixed]  # all other problems would follow from this one
+    wrapped = wrapped_names(checkpoint, layout, state)
+    if wrapped:
+        return [wrapped]  # all other problems would follow from this one
     problems = [
         shape_problem(name, state[name], shape, checkpoint, [d for d, key in layout.key_of.items() if key == name])
         for name, shape in layout.mismatched.items()
@@ -109,8 +110,8 @@ def unexpected_tensors(model: torch.nn.Module, layout: CheckpointLayout) -> list
     return [disk for disk in layout.unknown if not ignored(layout.key_of[disk])]
 
 
-def _prefixed_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Collection[str]) -> str | None:
-    """Return the problem of a checkpoint whose names all begin with a wrapper's prefix."""
+def wrapped_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Collection[str]) -> str | None:
+    """Return the problem of a checkpoint that was saved through a wrapper: of the model, or of modules inside it."""
     names = list(checkpoint.tensors)
     for prefix in WRAPPER_PREFIXES:
         if names and all(name.startswith(prefix) for name in names) and names[0] in layout.unknown:
@@ -121,6 +122,13 @@ def _prefixed_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Col
                     f"there ({listed(names[:1])} is {bare[0]!r} of the model). Save the model that is inside the "
                     f"wrapper, or rename the tensors without the prefix"
                 )
+    within = [name for name in layout.unknown if canonical(name) in state]
+    if within:
+        return (
+            f"{_files(checkpoint, within)}: {counted(len(within), 'tensor')} with "
+            f"{wrapper_part(within[0])!r} inside the name, which a wrapper put there ({listed(within[:1])} is "
+            f"{canonical(within[0])!r} of the model). Save the model without it, or rename the tensors without it"
+        )
     return None
 
 
