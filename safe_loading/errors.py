@@ -119,7 +119,13 @@ class WrapError(SafeLoadingError, ValueError):
 
 
 class TraceError(SafeLoadingError, RuntimeError):
-    """A model cannot be run on fake tensors, so the memory of its step is not known."""
+    """A model cannot be run on fake tensors, so the memory of its step is not known.
+
+    Attributes:
+        fix: The way to mend it, with which the message ends; empty where none is known.
+    """
+
+    fix: str = ""
 
 
 class DeviceMapInfeasible(SafeLoadingError, ValueError, MemoryError):

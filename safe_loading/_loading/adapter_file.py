@@ -93,6 +93,9 @@ def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
 def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is still zero."""
     findings, zero, candidates = [], [], 0
+    if not tensors:  # of a method that peft put on none of the layers that it was given
+        fix = "train it again with a method that adapts the layers of its base, such as LoRA"
+        findings.append(fault("no-tensors", facts.weights, "holds no tensor at all", fix))
     for key, tensor in tensors.items():
         if ".lora_" in key and not tensor.is_floating_point():
             findings.append(_integer_factor(facts, key, tensor))

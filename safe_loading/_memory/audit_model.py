@@ -50,6 +50,7 @@ from .audit import (
     wrappers,
 )
 from .audit.audited_model import AuditedModel
+from .audit.dispatched import without_dispatch
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
@@ -76,7 +77,6 @@ CHECKS: tuple[Check, ...] = (
     wrappers.check_prefix,
     loss.check_unread_loss,
     training.check_trainable,
-    training.check_outside,
     training.check_head,
     training.check_heads,
     modes.check_kept_in_eval,
@@ -181,7 +181,7 @@ def audit_model(
     skipped += [*about_liger(trainer, source, requested), *not_counted] if forecast else []
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     stepped = step is not None and not any(text.startswith("step:") for text in skipped)
-    checked += ["wrappers", *(["step"] if stepped else []), *(["round_trip"] if round_trip else [])]
+    checked += ["outside", "wrappers", *(["step"] if stepped else []), *(["round_trip"] if round_trip else [])]
     predicted = None
     if requested is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository
@@ -244,15 +244,16 @@ def _check_steps(
     """Return the findings of a step and of the wrappers, whose cost it shows, and why it was skipped."""
     findings: list[Finding] = []
     skipped: list[str] = []
-    peaks = None
+    peaks, teachers = None, set[str]()
     # the kernels of quantized layers do not run on fake tensors, and neither do collectives
-    with with_stand_ins(audited.model), unsharded(audited.model):
+    with with_stand_ins(audited.model), unsharded(audited.model), without_dispatch(audited.model):
         if workload is not None:
             try:
                 for config in audited.adapter_configs.values():
                     refuse_adapter(config)
                 step = trace_configured(audited, workload, inputs, planned=planned)
                 findings += step_checks.check_step(step, workload)
+                teachers = step_checks.teachers_of(step)
                 findings += costly_options.check_options(step)
                 peaks = _peaks_in_both_orders(step)
             except TraceError as error:
@@ -261,6 +262,7 @@ def _check_steps(
                 if planned and audited.wrappers:
                     peaks = peaks_of_wrapped(audited, workload, inputs)
         findings += wrappers.check_wrappers(audited, peaks)
+        findings += training.check_outside(audited, teachers)
     return findings, skipped
 
 

@@ -20,6 +20,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/adapter_file.py": {
         "save the adapter again; dequantize": _MENDED,
         "take an earlier checkpoint": _MENDED,
+        "train it again with a method": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "check that the adapter was trained": OUTSIDE,
         "Load it again when its writer": OUTSIDE,
     },

@@ -10,6 +10,7 @@ _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
 _PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
 _PART = f"{_ADVISED}test_the_part_is_passed_of_a_model_whose_parts_are_run_one_by_one"
+_USERS = "memory/test_audit_users_models.py::"
 _HEALTHY = "memory/test_audit_healthy_modules.py::"
 _OWN = "memory/test_audit_own_modules.py::"
 _MENDED = "memory/test_audit_round_trip.py::test_what_does_not_come_back_is_named_and_mended"
@@ -32,6 +33,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "load it with dtype=": _AUDIT,
         "call model.tie_weights()": _AUDIT,
         ", or cast them back": _AUDIT,
+        "leave them out of modules_to_save": f"{_USERS}test_a_copy_of_tied_weights_is_told_as_its_method_has_it",
     },
     "_memory/audit/kept_memory.py": {
         "keep what is trained alone": f"{_HEALTHY}test_an_average_that_a_trainer_updates_is_no_teacher",
@@ -90,6 +92,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "use gradient_checkpointing_kwargs=": "memory/test_audit_model.py::"
         "test_what_layers_in_8_bits_keep_under_checkpointing",
         "look for self.last_output": _AUDIT,
+        "pass inputs= with {}": f"{_USERS}test_a_tower_without_pictures_is_told_with_what_it_needs",
+        "take a method that adapts": f"{_USERS}test_a_method_that_adapts_no_layer",
     },
     "_memory/audit/training.py": {
         "use target_modules='all-linear'": _AUDIT,
@@ -115,6 +119,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/wrappers.py": {
         "save the {}": _AUDIT,
         "train() raises AttributeError": LABEL,
+        "move it yourself": f"{_USERS}test_a_trainable_teacher_in_a_wrapper_is_told_as_one",
         "make one model of all": f"{_OWN}test_two_models_of_different_classes_become_one",
         "put the wrapper's code": "memory/test_audit_wrappers.py::test_one_finding_for_each_wrapper_at_any_depth",
     },

@@ -134,8 +134,20 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
                 f"{format_bytes(second.nbytes)} of one alone or of each: training makes them differ, so that a merged "
                 f"model cannot tie them."
             )
-            fix = "LoraConfig(ensure_weight_tying=True) trains one copy for both."
+            fix = _fix_of_copies(audited)
         yield Finding("SL111", "error", type(audited.base).__name__, message, fix, second.nbytes)
+
+
+def _fix_of_copies(audited: AuditedModel) -> str:
+    """Return the way to train tied weights with the method that has copies of them; only LoRA's can tie those."""
+    configs = [c for c in getattr(audited.adapted, "peft_config", {}).values() if getattr(c, "modules_to_save", None)]
+    kind = type(configs[0]).__name__ if configs else "LoraConfig"
+    if configs and not hasattr(configs[0], "ensure_weight_tying"):
+        return (
+            f"leave them out of modules_to_save, for {kind} cannot tie copies; or take "
+            f"LoraConfig(ensure_weight_tying=True), which trains one copy for both."
+        )
+    return f"{kind}(ensure_weight_tying=True) trains one copy for both."
 
 
 def _is_adapters(name: str) -> bool:

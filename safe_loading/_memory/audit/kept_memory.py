@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding, counted, format_bytes
 
@@ -12,8 +14,11 @@ from .audited_model import AuditedModel, size_of
 from .trainer_code import runs_without_gradients
 
 TEACHER_FIX = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
+_COMPARED = 4  # weights
+_BEGINNING = 2**16  # elements of each
 _DEEPEST = 3  # containers inside one another
 _TARGETS = ("ref", "old", "teacher", "target", "frozen")  # what words in the names of such models begin with
+_TEACHERS = frozenset({"teacher", "teachers", "ref", "reference", "frozen"})
 _AVERAGES = frozenset({"ema", "averagedmodel", "momentum", "average", "averaged"})
 
 
@@ -39,19 +44,18 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for each other model that has the base's shapes in storages of its own, beside an adapter.
+    """Yield a finding for each other model that has the base's weights in storages of its own, beside an adapter.
 
     Where the base itself is trained a reference and an average have to be copies.
     """
     if audited.base is None or audited.adapted is None:
         return
     own = {p.untyped_storage()._cdata for p in audited.inner.parameters()}
-    shapes = _shapes(audited.base)
     trained = sum(p.requires_grad for p in audited.model.parameters())
     for where, other in audited.others():
         # a reference made by sharing the base's tensors, with a new head perhaps, is no copy
         separate = [p for p in other.parameters() if p.untyped_storage()._cdata not in own]
-        if _shapes(other) >= shapes and size_of(separate) > size_of(other.parameters()) // 2:
+        if size_of(separate) > size_of(other.parameters()) // 2 and _is_copy(other, audited.base):
             size = size_of(separate)
             message = f"a second copy of the base, {format_bytes(size)} in storages of its own."
             fix = "with an adapter the base itself is the reference: pass ref_model=None, or disable the adapter."
@@ -91,9 +95,40 @@ def is_average(where: str, model: torch.nn.Module) -> bool:
     return hasattr(model, "update_parameters") or bool(words & _AVERAGES)
 
 
-def _shapes(model: torch.nn.Module) -> set[tuple[int, ...]]:
-    """Return the shapes of a model's own parameters, without an adapter's; a copy of the model has them all."""
-    return {tuple(p.shape) for name, p in model.named_parameters() if "lora_" not in name}
+def is_teacher(where: str) -> bool:
+    """Whether the name of a part of a wrapper says that the model beside it learns from it, and it learns nothing."""
+    return bool(_TEACHERS.intersection(where.lower().replace(".", "_").split("_")))
+
+
+def _is_copy(other: torch.nn.Module, base: torch.nn.Module) -> bool:
+    """Whether a model has the weights of another one: as many of each shape, and equal values where there are any.
+
+    A teacher of the same class has others, and often more layers.
+    """
+    held, wanted = _by_shape(other), _by_shape(base)
+    if any(len(held[shape]) != len(own) for shape, own in wanted.items()):
+        return False
+    largest = sorted(wanted, key=lambda shape: -shape.numel())[:_COMPARED]
+    pairs = [(one, held[shape][number]) for shape in largest for number, one in enumerate(wanted[shape])][:_COMPARED]
+    return all(_are_equal(one, two) for one, two in pairs)
+
+
+def _by_shape(model: torch.nn.Module) -> defaultdict[torch.Size, list[torch.nn.Parameter]]:
+    """Return a model's own parameters by shape, in their order, without an adapter's; a copy of it has them all."""
+    found: defaultdict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            found[parameter.shape].append(parameter)
+    return found
+
+
+def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two weights have equal values; True where one has none that can be read."""
+    if one.is_meta or two.is_meta or isinstance(one, DTensor) or isinstance(two, DTensor):
+        return True
+    narrow = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
+    first, second = (weight.detach().reshape(-1)[:_BEGINNING].cpu().to(narrow) for weight in (one, two))
+    return torch.equal(first, second)
 
 
 def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:

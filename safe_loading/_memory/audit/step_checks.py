@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.names import first_names
-from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._core.report import Finding, Severity, counted, format_bytes
 from safe_loading._core.workload import Workload
+from safe_loading._memory.forecast.idle_parts import idle_modules
+from safe_loading._memory.trace.inputs import forward_arguments
 from safe_loading._memory.trace.records import Allocation, StepTrace
 from safe_loading._memory.trace.run_training import NOTHING_TRAINED
-from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS
+from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS, PICTURES_AND_SOUNDS
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel, size_of
-from .kept_memory import TEACHER_FIX
+from .kept_memory import TEACHER_FIX, is_average, is_teacher
 from .loss import COUNT_ARGUMENT, check_denominator
 from .modes import kept_in_eval
 from .packed_rows import check_rows
@@ -45,10 +48,16 @@ def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
 
 def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     """Return the finding for a step that could not be run, without which an audit says little."""
-    reason, fix = str(error), next((known for known in _KNOWN_FIXES if str(error).endswith(f" {known}")), "")
+    reason = str(error)
+    fix = error.fix or next((known for known in _KNOWN_FIXES if reason.endswith(f" {known}")), "")
     trained = [name for name, parameter in audited.model.named_parameters() if parameter.requires_grad]
     if fix:
         reason = reason.removesuffix(f" {fix}")
+    elif not trained and audited.adapted is not None and not audited.adapter_parameters:
+        reason = reason.replace(NOTHING_TRAINED, "the adapter has put no parameter into the model.")
+        fix = (
+            "take a method that adapts the layers of this model, such as LoraConfig; peft passes over others silently."
+        )
     elif trained and NOTHING_TRAINED in reason:
         reason = reason.replace(NOTHING_TRAINED, "the loss depends on no parameter that has requires_grad.")
         fix = f"compute the loss from what is trained, {first_names(trained)}; or train what it is computed from."
@@ -136,11 +145,15 @@ def _check_8bit_inputs(step: TracedStep, workload: Workload) -> Iterator[Finding
 def _check_gradients(step: TracedStep) -> Iterator[Finding]:
     model = step.audited.outermost
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    without = trainable.keys() - step.record.reached
+    without = trainable.keys() - step.record.reached - teachers_of(step)
     if without and step.record.reached:
         without -= step.reached_at_random()
     if without and step.record.reached:
         without -= step.reached_by_other_batches(without)
+    if without and step.record.reached:
+        idle = _without_pictures(step, without)
+        yield from _idle_finding(step, idle, trainable)
+        without -= idle
     if without:
         reached = len(trainable) - len(without)
         yield Finding(
@@ -150,9 +163,42 @@ def _check_gradients(step: TracedStep) -> Iterator[Finding]:
             f"{counted(len(trainable), 'parameter is', 'parameters are')} trainable, but only {reached} got a gradient "
             "in one step.",
             "with reentrant checkpointing over a frozen base call enable_input_require_grads(); else look for a "
-            "detach(), a no_grad() or a branch that is never taken.",
+            "detach(), a no_grad() or a branch that is never taken; or freeze what no loss reaches, such as the index "
+            "of sparse attention: exclude_modules of an adapter.",
             size_of(trainable[name] for name in without),
         )
+
+
+def _without_pictures(step: TracedStep, names: Collection[str]) -> set[str]:
+    """Return those of the parameters whose part did not run because the step has no pictures or sounds."""
+    model = step.audited.outermost
+    if not _not_passed(step):
+        return set()
+    idle = idle_modules(model, step.trace)
+    return {name for name in names if any(name.startswith(f"{path}.") for path in idle)}
+
+
+def _not_passed(step: TracedStep) -> list[str]:
+    """Return the arguments for pictures and sounds that the model takes and the step does not have."""
+    taken = forward_arguments(step.audited.outermost)
+    return [name for name in PICTURES_AND_SOUNDS if name in taken and name not in (step.inputs or {})]
+
+
+def _idle_finding(
+    step: TracedStep, names: Collection[str], trainable: Mapping[str, torch.nn.Parameter]
+) -> Iterator[Finding]:
+    """Yield a finding for parts of which a step of text alone says nothing."""
+    if names:
+        argument = _not_passed(step)[0]
+        message = (
+            f"{counted(len(names), 'trainable parameter is', 'trainable parameters are')} in parts that did not run, "
+            f"for the step has no {argument}: nothing is known of {'it' if len(names) == 1 else 'them'}."
+        )
+        fix = (
+            f"pass inputs= with {argument}; or freeze these parts, if they get none in training: parameters without "
+            f"gradients end DistributedDataParallel."
+        )
+        yield Finding("SL121", "warning", first_names(names), message, fix, size_of(trainable[n] for n in names))
 
 
 def _check_hidden(step: TracedStep) -> Iterator[Finding]:
@@ -169,15 +215,41 @@ def _check_hidden(step: TracedStep) -> Iterator[Finding]:
 
 
 def _check_teachers(step: TracedStep) -> Iterator[Finding]:
-    """Yield a finding for each module of the wrapper that built a graph through which no gradient came back."""
-    for where, teacher in step.teachers.items():
-        trainable = [p for p in teacher.parameters() if p.requires_grad]
-        message = (
-            f"it runs in the step and builds a graph, but none of its {counted(len(trainable), 'parameter')} that "
-            f"{'requires' if len(trainable) == 1 else 'require'} gradients gets one: its activations are kept for "
-            f"nothing."
-        )
-        yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
+    """Yield a finding for each module of the wrapper whose graph is of no use, or that is a teacher and trained."""
+    for where, trainable in _teachers(step).items():
+        of_it = counted(len(trainable), "parameter")
+        require = "requires" if len(trainable) == 1 else "require"
+        severity: Severity = "error"
+        if where in step.teachers:
+            message = (
+                f"it runs in the step and builds a graph, but none of its {of_it} that {require} gradients gets one: "
+                f"its activations are kept for nothing."
+            )
+        elif step.record.reached & trainable.keys():
+            message = f"its {of_it} {require} gradients and get them: the loss also changes it, to be like the model."
+        else:
+            severity = "warning"
+            message = (
+                f"none of its {of_it} that {require} gradients gets one, and an optimizer of model.parameters() has "
+                f"them; DistributedDataParallel fails at the second step."
+            )
+        yield Finding("SL114", severity, where, message, TEACHER_FIX, size_of(trainable.values()))
+
+
+def teachers_of(step: TracedStep) -> set[str]:
+    """Return the parameters of the wrapper that belong to models which should not be trained."""
+    return {name for trainable in _teachers(step).values() for name in trainable}
+
+
+def _teachers(step: TracedStep) -> dict[str, dict[str, torch.nn.Parameter]]:
+    """Return the modules of the wrapper that should not be trained, and their parameters that require gradients."""
+    outermost, found = step.audited.outermost, {}
+    names = {id(p): name for name, p in outermost.named_parameters() if p.requires_grad}
+    for where, other in step.audited.others():
+        named = where.startswith("model.") and (is_teacher(where) or is_average(where, other))
+        if where in step.teachers or (named and any(isinstance(m, PreTrainedModel) for m in other.modules())):
+            found[where] = {names[id(p)]: p for p in other.parameters() if id(p) in names}
+    return {where: trainable for where, trainable in found.items() if trainable}
 
 
 def _check_survivors(step: TracedStep) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, Severity, counted, format_bytes
@@ -60,13 +61,20 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     active = active() if callable(active) else active
     used = {name: p for adapter in active for name, p in audited.saved_by.get(adapter, {}).items()}
     untrained = {name: p for name, p in used.items() if not p.requires_grad}
-    untrained = {n: p for n, p in untrained.items() if id(p) not in _frozen_by_method(audited, active, untrained)}
+    at_rest = _frozen_by_method(audited, active, untrained) | _set_aside(audited)
+    untrained = {name: p for name, p in untrained.items() if id(p) not in at_rest}
     if untrained:
         message = (
             f"{counted(len(untrained), 'parameter is', 'parameters are')} saved with the adapter, but not trained."
         )
         fix = "load the adapter with is_trainable=True, and make it the active one before training."
         yield Finding("SL105", "warning", first_names(untrained), message, fix, size_of(untrained.values()))
+
+
+def _set_aside(audited: AuditedModel) -> set[int]:
+    """Return the base's parameters of which an adapter trains a copy; with bias="all" peft saves their biases, too."""
+    wrappers = [m for m in audited.inner.modules() if isinstance(m, ModulesToSaveWrapper)]
+    return {id(p) for wrapper in wrappers for p in wrapper.original_module.parameters()}
 
 
 def _frozen_by_method(
@@ -92,11 +100,15 @@ def check_heads(audited: AuditedModel) -> Iterator[Finding]:
         yield Finding("SL123", "error", type(audited.inner).__name__, f"{message}.", fix)
 
 
-def check_outside(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for parameters of the wrapper that are trained, but not saved with the model."""
+def check_outside(audited: AuditedModel, teachers: Collection[str] = ()) -> Iterator[Finding]:
+    """Yield a finding for parameters of the wrapper that are trained, but not saved with the model.
+
+    `teachers` are those of models beside it that should not be trained, as the step has shown (SL114).
+    """
     if not audited.wrapped or not audited.training:
         return
     inside = {id(p) for p in audited.inner.parameters()}
+    inside |= {id(p) for name, p in audited.outermost.named_parameters() if name in teachers}
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
     names = names_in_saving(audited)
     if names is not None and "state_dict" not in names:  # of which the user's code may write all

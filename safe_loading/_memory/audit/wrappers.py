@@ -13,6 +13,7 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
+from .kept_memory import is_teacher
 from .trainer_code import names_in_saving
 
 
@@ -138,17 +139,36 @@ def _message(wrapper: HidingWrapper, uses: Iterable[AttributeUse], cost: str) ->
 
 
 def _fix(wrapper: HidingWrapper) -> str:
-    if wrapper.several:
+    beside = _taught_by(wrapper)
+    if wrapper.several and not beside:
         return (
             f"make one model of all: derive {wrapper.classes[0]} from PreTrainedModel, call super().__init__(config) "
             f"with the config of one of them, set supports_gradient_checkpointing = _supports_sdpa = True in it, and "
             f"call get_peft_model on the whole: peft and trainers then reach each."
         )
     start, lines = wrapper.right_order("Mixin")
+    if beside:
+        held = "".join(f", {name}=(wrapper{accessed(name)},)" for name in beside)
+        lines[-1] = (
+            f"    model = wrap_transparent(model, Mixin{held})  # in a tuple, which no checkpoint has: move it yourself"
+        )
     return (
         f"put the wrapper's code into the __call__ of a class Mixin(Transparent), start from the {start}, and write:\n"
         + "\n".join(lines)
     )
+
+
+def _taught_by(wrapper: HidingWrapper) -> list[str]:
+    """Return the names of the frozen models beside the one inside; none where one of them is trained, too."""
+    others = [
+        (name, child)
+        for name, child in wrapper.module.named_children()
+        if isinstance(child, (PreTrainedModel, PeftModel)) and child is not wrapper.inside
+    ]
+    frozen = [
+        name for name, child in others if is_teacher(name) or not any(p.requires_grad for p in child.parameters())
+    ]
+    return frozen if len(frozen) == len(others) else []
 
 
 def check_prefix(audited: AuditedModel) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import accelerate
 import numpy
@@ -33,7 +34,7 @@ _FIX_FOR_VALUES = (
     "no value that follows from weights. Use an operation with a fixed output shape (torch.where in place of x[mask]), "
     "or skip the line when its tensor is a torch._subclasses.FakeTensor."
 )
-_PICTURES_AND_SOUNDS = ("pixel_values", "input_features", "input_values")
+PICTURES_AND_SOUNDS = ("pixel_values", "input_features", "input_values")
 _SPARSE = {"SHIRA": "SHiRA", "FROD": "FRoD"}
 FIX_FOR_METHODS = (
     "Measure a step on the GPU (torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
@@ -60,10 +61,12 @@ def trace_error(
         message = re.sub(r"\bcpu:(\d+)\b", r"device \1", message)
         message = re.sub(r"\bcpu\b", "the host", message)
     fix = _fix_for_layer(model, module, error) or _fix(model, error, inputs or {})
-    return TraceError(
+    raised = TraceError(
         f"{type(model).__name__} cannot be traced for {workload!r}: {type(error).__name__} in {where}: {message}"
         + (f"{'' if message.endswith(('.', '!')) else '.'} {fix}" if fix else "")
     )
+    raised.fix = fix
+    return raised
 
 
 def refuse_untraced_methods(config: PeftConfig) -> None:
@@ -77,16 +80,21 @@ def refuse_untraced_methods(config: PeftConfig) -> None:
 
 
 def _fix_for_layer(model: torch.nn.Module, module: str, error: Exception) -> str:
-    """Return the remedy for a layer of peft around a module that returns several tensors, as routers of experts do."""
-    if "'tuple' object has no attribute" not in str(error) or not isinstance(
-        model.get_submodule(module), BaseTunerLayer
-    ):
+    """Return the remedy for a layer of peft around one that is no plain linear layer: a router, or one of groups."""
+    paths = [module[:end] for end in range(len(module), 0, -1) if module[end : end + 1] in ("", ".")]
+    path = next((path for path in paths if isinstance(model.get_submodule(path), BaseTunerLayer)), "")
+    if not path:
         return ""
-    name = module.rpartition(".")[2]
-    return (
-        f"The step itself raises this, too: {name!r} returns several tensors, and peft's layer takes one. Leave it as "
-        f"it is: exclude_modules=[{name!r}] in the adapter's config."
-    )
+    layer: Any = model.get_submodule(path)
+    name, inner = path.rpartition(".")[2], layer.get_base_layer()
+    road = f"Leave it as it is: exclude_modules=[{name!r}] in the adapter's config."
+    if "'tuple' object has no attribute" in str(error) and path == module:
+        return f"The step itself raises this, too: {name!r} returns several tensors, and peft's layer takes one. {road}"
+    own = isinstance(inner, torch.nn.Linear) and type(inner).forward is not torch.nn.Linear.forward
+    if own and isinstance(error, RuntimeError) and not _devices_differ(error):
+        kind = type(inner).__name__
+        return f"The step itself raises this, too: {name!r} is a {kind}, which multiplies in another way. {road}"
+    return ""
 
 
 def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
@@ -109,7 +117,7 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         names = [main]
     if not names and "NoneType" in str(error):  # of a model that compares texts with images or sounds, such as CLIP
         taken = forward_arguments(model)
-        names = [name for name in _PICTURES_AND_SOUNDS if name in taken and name not in inputs]
+        names = [name for name in PICTURES_AND_SOUNDS if name in taken and name not in inputs]
     if not names:
         return ""
     example = ", ".join(f"{name!r}: torch.empty(..., device='meta')" for name in names)

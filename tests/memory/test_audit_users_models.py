@@ -1,0 +1,231 @@
+"""Models as people train them, of which the audit said something false or gave advice that did not mend."""
+
+from __future__ import annotations
+
+import copy
+import types
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from engines import needs
+from models import SIZES
+from peft import LoraConfig, get_peft_model
+from test_audit_model import codes
+from tiny_models import tiny_config
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2VLForConditionalGeneration,
+)
+
+from safe_loading import AdapterError, Transparent, Workload, audit_model, load_peft_on_rank, wrap_transparent
+
+STEP = Workload.train(2, 16)
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+
+
+def llama(**sizes: Any) -> Any:
+    return LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **sizes}), dtype=torch.bfloat16)
+
+
+def student(*, adapter: bool) -> Any:
+    return get_peft_model(llama(), LoraConfig(**LORA)) if adapter else llama()
+
+
+class Distilled(nn.Module):
+    """A student and its teacher in one module."""
+
+    road = "without gradients"
+
+    def __init__(self, model: Any, teacher: Any) -> None:
+        super().__init__()
+        self.model, self.teacher = model, teacher
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        with torch.set_grad_enabled(self.road != "without gradients"):
+            target = self.teacher(input_ids=input_ids, attention_mask=attention_mask).logits
+        target = target.detach() if self.road == "detached" else target
+        out.loss = out.loss + nn.functional.mse_loss(out.logits, target)
+        return out
+
+
+class Taught(Transparent):
+    """The same as the fix says."""
+
+    teacher: Any
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        out = super().__call__(*args, **inputs)
+        with torch.no_grad():
+            target = self.teacher[0](input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
+        out.loss = out.loss + nn.functional.mse_loss(out.logits, target)
+        return out
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "whole"])
+@pytest.mark.parametrize(
+    ("road", "words"),
+    [
+        ("without gradients", "an optimizer of model.parameters() has them"),
+        ("detached", "its activations are kept for nothing"),
+        ("trained along", "the loss also changes it"),
+    ],
+)
+def test_a_trainable_teacher_in_a_wrapper_is_told_as_one(road: str, words: str, adapter: bool) -> None:
+    wrapper = Distilled(student(adapter=adapter), llama(num_hidden_layers=4))
+    wrapper.road = road
+    found = codes(wrapper, STEP)
+    # it is no head that a checkpoint should have, no copy of the base, and no branch that is never taken
+    assert set(found) == {"SL101", "SL114"}
+    assert words in found["SL114"].message
+    assert found["SL114"].where == "model.teacher"
+    exec(found["SL114"].fix.split(",")[0], {"teacher": wrapper.teacher})
+    assert set(codes(wrapper, STEP)) == {"SL101"}
+    lines = [line.strip() for line in codes(wrapper, STEP)["SL101"].fix.splitlines()[1:]]
+    lines = [line for line in lines if adapter or "get_peft_model" not in line]
+    scope: dict[str, Any] = {"wrapper": wrapper, "model": wrapper.model, "Mixin": Taught}
+    exec("\n".join(lines), {**scope, "wrap_transparent": wrap_transparent}, scope)
+    assert codes(scope["model"], STEP) == {}
+    assert not any("teacher" in name for name in scope["model"].state_dict())
+
+
+class Refined(Distilled):
+    """A part of one's own whose name begins as a reference's does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, None)
+        self.refiner = nn.Linear(SIZES["vocab_size"], 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        out.loss = out.loss + self.refiner(out.logits.float()).square().mean()
+        return out
+
+
+def test_a_head_is_no_teacher() -> None:
+    found = codes(Refined(student(adapter=True)), STEP)
+    assert "SL114" not in found
+    assert found["SL104"].where == "refiner.bias, refiner.weight"
+
+
+def test_another_model_is_no_second_base() -> None:
+    model = student(adapter=True)
+    trainer = types.SimpleNamespace(model=model, args=None, optimizer=None)
+    for other, expected in (
+        (copy.deepcopy(model.get_base_model()), {"SL113"}),
+        (llama().requires_grad_(requires_grad=False), set()),  # of the same class, with weights of its own
+        (llama(num_hidden_layers=4).requires_grad_(requires_grad=False), set()),
+    ):
+        trainer.reward_model = other.requires_grad_(requires_grad=False)
+        assert set(codes(model, STEP, trainer=trainer)) == expected
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_a_head_that_rests_are_no_finding(bias: str) -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    model = BertForSequenceClassification(BertConfig(**sizes, num_hidden_layers=1))
+    adapter = LoraConfig(r=2, target_modules=["query"], bias=bias, task_type="SEQ_CLS")  # type: ignore[arg-type]
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
+    trained: Any = get_peft_model(model, adapter)
+    trained.config.dtype = None
+    assert "SL105" not in codes(trained, STEP, inputs=inputs)
+    trained.base_model.model.bert.encoder.layer[0].attention.self.query.lora_A.default.requires_grad_(False)
+    assert "SL105" in codes(trained, STEP, inputs=inputs)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {},
+    "AdaLoraConfig": {"total_step": 10},
+    "LoHaConfig": {},
+    "IA3Config": {"feedforward_modules": []},
+    "VeraConfig": {},
+}
+
+
+@needs("peft", "0.20")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_copy_of_tied_weights_is_told_as_its_method_has_it(method: str) -> None:
+    config = getattr(peft, method)
+
+    def adapted(cls: Any, **options: Any) -> Any:
+        own = METHODS[cls.__name__]
+        return get_peft_model(llama(tie_word_embeddings=True), cls(target_modules=["q_proj"], **own, **options))
+
+    fix = codes(adapted(config, modules_to_save=["lm_head"]), STEP)["SL111"].fix
+    if hasattr(config(**METHODS[method]), "ensure_weight_tying"):
+        assert fix == f"{method}(ensure_weight_tying=True) trains one copy for both."
+        roads = [adapted(config, modules_to_save=["lm_head"], ensure_weight_tying=True)]
+    else:
+        assert fix.startswith(f"leave them out of modules_to_save, for {method} cannot tie copies; or take LoraConfig(")
+        roads = [adapted(config), adapted(LoraConfig, modules_to_save=["lm_head"], ensure_weight_tying=True)]
+    for road in roads:
+        assert "SL111" not in codes(road, STEP)
+
+
+def hooked() -> Any:
+    return dispatch_model(llama(), {"": "cpu"}, force_hooks=True)
+
+
+def offloaded() -> Any:
+    return cpu_offload(llama(), execution_device=torch.device("cpu"))
+
+
+def split() -> Any:
+    return dispatch_model(llama(), {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+
+
+@pytest.mark.parametrize("make", [hooked, offloaded, split])
+def test_hooks_of_accelerate_do_not_end_the_step(make: Any) -> None:
+    model = make()
+    forward = model.forward
+    assert "SL126" not in codes(model, STEP)
+    assert model.forward is forward
+    model.lm_head.weight.requires_grad_(requires_grad=False)
+    model.model.embed_tokens.weight.requires_grad_(requires_grad=False)
+    model.extra = nn.Linear(4, 4)
+    assert codes(model, STEP)["SL121"].where == "extra.bias, extra.weight"
+
+
+@needs("peft", "0.21")
+def test_a_method_that_adapts_no_layer(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=32, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    empty = get_peft_model(model, peft.OSFConfig(target_modules=["c_attn"]))  # of Conv1D, which peft passes over
+    found = codes(empty, STEP)["SL126"]
+    assert "the adapter has put no parameter into the model" in found.message
+    assert found.fix.startswith("take a method that adapts the layers of this model, such as LoraConfig")
+    empty.save_pretrained(str(tmp_path / "empty"))
+    with pytest.raises(AdapterError, match="holds no tensor at all"):
+        load_peft_on_rank(tmp_path / "empty", tmp_path / "base", device="cpu")
+    adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(tmp_path / "base"), LoraConfig(target_modules=["c_attn"]))
+    assert "SL126" not in codes(adapted, STEP)
+
+
+@needs("transformers", "5.17")
+def test_a_tower_without_pictures_is_told_with_what_it_needs() -> None:
+    config = tiny_config("Qwen2VLForConditionalGeneration")
+    config.dtype = "float32"
+    model: Any = get_peft_model(Qwen2VLForConditionalGeneration(config), LoraConfig(r=2, target_modules="all-linear"))
+    found = codes(model, STEP)["SL121"]
+    assert "for the step has no pixel_values" in found.message
+    assert "visual" in found.where
+    tower = [p for name, p in model.named_parameters() if "visual" in name]
+    for parameter in tower:
+        parameter.requires_grad_(requires_grad=False)
+    assert "SL121" not in codes(model, STEP)
+    for parameter in tower:
+        parameter.requires_grad_(requires_grad=True)
+    model.base_model.model.extra = nn.Linear(4, 4)  # which no picture reaches either
+    fixes = [finding.fix for finding in audit_model(model, STEP).findings if finding.code == "SL121"]
+    assert ["pixel_values" in str(fix) for fix in fixes] == [True, False]
