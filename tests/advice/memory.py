@@ -33,6 +33,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "load it with dtype=": _AUDIT,
         "call model.tie_weights()": _AUDIT,
         ", or cast them back": _AUDIT,
+        "leave prepare_model_for_kbit_training out": f"{_USERS}test_what_peft_casts_of_a_quantized_base",
         "leave them out of modules_to_save": f"{_USERS}test_a_copy_of_tied_weights_is_told_as_its_method_has_it",
     },
     "_memory/audit/kept_memory.py": {

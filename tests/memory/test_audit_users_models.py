@@ -13,13 +13,15 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from engines import needs
 from models import SIZES
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from test_audit_model import codes
 from tiny_models import tiny_config
 from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -92,11 +94,31 @@ def test_a_trainable_teacher_in_a_wrapper_is_told_as_one(road: str, words: str, 
     exec(found["SL114"].fix.split(",")[0], {"teacher": wrapper.teacher})
     assert set(codes(wrapper, STEP)) == {"SL101"}
     lines = [line.strip() for line in codes(wrapper, STEP)["SL101"].fix.splitlines()[1:]]
-    lines = [line for line in lines if adapter or "get_peft_model" not in line]
-    scope: dict[str, Any] = {"wrapper": wrapper, "model": wrapper.model, "Mixin": Taught}
+    scope: dict[str, Any] = {"wrapper": wrapper, "Mixin": Taught}
     exec("\n".join(lines), {**scope, "wrap_transparent": wrap_transparent}, scope)
     assert codes(scope["model"], STEP) == {}
+    assert isinstance(scope["model"], PeftModel) is adapter
     assert not any("teacher" in name for name in scope["model"].state_dict())
+
+
+class Averaged(nn.Module):
+    """A model and its moving average in one module, of which the average was not frozen."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.ema = model, copy.deepcopy(model)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_an_average_in_a_wrapper_is_no_head_either() -> None:
+    wrapper = Averaged(llama())
+    found = codes(wrapper, STEP)
+    assert set(found) == {"SL101", "SL114"}
+    assert "wrap_transparent(model, Mixin, ema=(wrapper.ema,))" in found["SL101"].fix
+    wrapper.ema.requires_grad_(requires_grad=False)
+    assert set(codes(wrapper, STEP)) == {"SL101"}
 
 
 class Refined(Distilled):
@@ -229,3 +251,68 @@ def test_a_tower_without_pictures_is_told_with_what_it_needs() -> None:
     model.base_model.model.extra = nn.Linear(4, 4)  # which no picture reaches either
     fixes = [finding.fix for finding in audit_model(model, STEP).findings if finding.code == "SL121"]
     assert ["pixel_values" in str(fix) for fix in fixes] == [True, False]
+
+
+def test_what_peft_casts_of_a_quantized_base(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    quantized: dict[str, Any] = {
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+        "dtype": torch.bfloat16,
+    }
+    base = prepare_model_for_kbit_training(LlamaForCausalLM.from_pretrained(tmp_path, **quantized))
+    found = codes(get_peft_model(base, LoraConfig(**LORA)).train(), STEP)
+    assert found["SL108"].fix.startswith("leave prepare_model_for_kbit_training out, which has cast them")
+    again: Any = LlamaForCausalLM.from_pretrained(tmp_path, **quantized)
+    again.requires_grad_(requires_grad=False)
+    again.gradient_checkpointing_enable()
+    again.enable_input_require_grads()
+    assert codes(get_peft_model(again, LoraConfig(**LORA)).train(), STEP) == {}
+
+
+class Compressing(LlamaForCausalLM):
+    """A model with a part that runs over long rows alone, as the compressed attention of DeepSeek V4."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.far = nn.Linear(config.vocab_size, 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        if input_ids.shape[1] > 128:
+            out.loss = out.loss + self.far(out.logits).square().mean()
+        return out
+
+
+def test_a_part_for_long_rows_needs_a_length_that_was_planned() -> None:
+    model = Compressing(LlamaConfig(**SIZES))
+    assert "SL121" not in codes(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert codes(model, STEP)["SL121"].where == "far.bias, far.weight"
+    assert "SL121" not in codes(model, STEP.replace(sequence_length=256))
+
+
+def test_a_part_that_the_first_output_does_not_need() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    found = codes(BertModel(BertConfig(**sizes, num_hidden_layers=1)), STEP)["SL121"]
+    assert found.where == "pooler.dense.bias, pooler.dense.weight"
+    assert "by the mean of the first output, for it takes no labels" in found.message
+    assert "SL121" not in codes(BertModel(BertConfig(**sizes, num_hidden_layers=1), add_pooling_layer=False), STEP)
+
+
+class Grouped(nn.Linear):
+    """A layer that multiplies each group of its input with rows of its own."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        groups = states.unflatten(-1, (2, -1))
+        return torch.einsum("...gi,goi->...go", groups, self.weight.view(2, -1, groups.shape[-1])).flatten(-2)
+
+
+def test_a_layer_of_groups_is_left_as_it_is() -> None:
+    def adapted(**options: Any) -> Any:
+        model = llama()
+        model.model.layers[0].self_attn.o_proj = Grouped(SIZES["hidden_size"] // 2, SIZES["hidden_size"], bias=False)
+        model.to(torch.bfloat16)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **options))
+
+    found = codes(adapted(), STEP)["SL126"]
+    assert "Leave it as it is: exclude_modules=['o_proj'] in the adapter's config." in found.fix
+    assert "SL126" not in codes(adapted(exclude_modules=["o_proj"]), STEP)

@@ -293,7 +293,7 @@ def test_a_step_that_cannot_be_run_is_not_ok() -> None:
     report = audit_model(Odd(), STEP, forecast=False)
     assert not report.ok
     assert [f.code for f in report.findings] == ["SL126"]
-    assert "inputs={'x'" in report.findings[0].message
+    assert "inputs={'x'" in str(report.findings[0].fix)
     assert "SL126" in report.to_sarif()
     assert audit_model(Odd(), STEP, inputs={"x": torch.empty(2, device="meta")}).ok  # as the finding says
 

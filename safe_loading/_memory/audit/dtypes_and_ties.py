@@ -81,6 +81,11 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
             "do not call prepare_model_for_kbit_training on a base that is not quantized, or cast them back; load with "
             "dtype='auto'."
         )
+        if any(is_quantized(module) for module in audited.base.modules()):
+            fix = (
+                "leave prepare_model_for_kbit_training out, which has cast them: freeze the base, and call "
+                "gradient_checkpointing_enable() and enable_input_require_grads(), as trl does."
+            )
         yield Finding("SL108", "warning", next(iter(upcast)), message, fix, extra)
 
 

@@ -161,12 +161,17 @@ def _check_gradients(step: TracedStep) -> Iterator[Finding]:
             "error" if reached == 0 else "warning",
             first_names(without),
             f"{counted(len(trainable), 'parameter is', 'parameters are')} trainable, but only {reached} got a gradient "
-            "in one step.",
+            f"in one step{_by_loss(model)}.",
             "with reentrant checkpointing over a frozen base call enable_input_require_grads(); else look for a "
             "detach(), a no_grad() or a branch that is never taken; or freeze what no loss reaches, such as the index "
             "of sparse attention: exclude_modules of an adapter.",
             size_of(trainable[name] for name in without),
         )
+
+
+def _by_loss(model: torch.nn.Module) -> str:
+    """Return in words by which loss a model was trained that has none of its own."""
+    return "" if "labels" in forward_arguments(model) else ", by the mean of the first output, for it takes no labels"
 
 
 def _without_pictures(step: TracedStep, names: Collection[str]) -> set[str]:

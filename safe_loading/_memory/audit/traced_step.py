@@ -31,6 +31,7 @@ from .step_record import StepRecord, recorded_step
 # by layer: the bytes of the storages that it keeps, by their addresses
 LayerInputs = dict[str, dict[int, int]]
 _MOST_SEEDS = 8  # of steps with other random numbers, or of batches that bring nothing new
+_LONG = 512  # tokens of a row, where no length was planned
 _CAPABILITY = (8, 0)  # of the GPU whose attention kernels the figures are for, an A100's
 
 
@@ -91,12 +92,14 @@ class TracedStep:
         return reached
 
     def reached_by_other_batches(self, missing: Collection[str]) -> set[str]:
-        """Return those of the parameters to which gradients come from the next batch, or from one with other inputs."""
+        """Return those of the parameters to which the next batch brings gradients, or one of other inputs or length."""
         reached: set[str] = set()
         in_vain = 0
-        again = (self.workload.replace(gradient_accumulation_steps=2), self.inputs)  # of a module that counts them
+        steps = [(self.workload.replace(gradient_accumulation_steps=2), self.inputs)]  # of a module that counts them
+        if not self.planned and not self.inputs:  # some layers compress many tokens to one
+            steps.append((self.workload.replace(sequence_length=_LONG), self.inputs))
         others = other_batches(self.audited, self.inputs, self.workload.batch_size)
-        for workload, batch in itertools.chain([again], ((self.workload, other) for other in others)):
+        for workload, batch in itertools.chain(steps, ((self.workload, other) for other in others)):
             more = self._reached(workload, batch).intersection(missing) - reached
             reached |= more
             in_vain = 0 if more else in_vain + 1

@@ -13,7 +13,7 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
-from .kept_memory import is_teacher
+from .kept_memory import is_average, is_teacher
 from .trainer_code import names_in_saving
 
 
@@ -147,6 +147,8 @@ def _fix(wrapper: HidingWrapper) -> str:
             f"call get_peft_model on the whole: peft and trainers then reach each."
         )
     start, lines = wrapper.right_order("Mixin")
+    if _is_trained_whole(wrapper):
+        lines[0] = f"    model = wrapper{accessed(wrapper.inside_path)}"
     if beside:
         held = "".join(f", {name}=(wrapper{accessed(name)},)" for name in beside)
         lines[-1] = (
@@ -158,6 +160,13 @@ def _fix(wrapper: HidingWrapper) -> str:
     )
 
 
+def _is_trained_whole(wrapper: HidingWrapper) -> bool:
+    """Whether a trainer trains all of the model inside, which is to have no adapter then."""
+    parameters = [*wrapper.inside.parameters()]
+    is_model = wrapper.above is None and isinstance(wrapper.inside, PreTrainedModel)
+    return is_model and all(p.requires_grad for p in parameters)
+
+
 def _taught_by(wrapper: HidingWrapper) -> list[str]:
     """Return the names of the frozen models beside the one inside; none where one of them is trained, too."""
     others = [
@@ -165,10 +174,12 @@ def _taught_by(wrapper: HidingWrapper) -> list[str]:
         for name, child in wrapper.module.named_children()
         if isinstance(child, (PreTrainedModel, PeftModel)) and child is not wrapper.inside
     ]
-    frozen = [
-        name for name, child in others if is_teacher(name) or not any(p.requires_grad for p in child.parameters())
+    at_rest = [
+        name
+        for name, child in others
+        if is_teacher(name) or is_average(name, child) or not any(p.requires_grad for p in child.parameters())
     ]
-    return frozen if len(frozen) == len(others) else []
+    return at_rest if len(at_rest) == len(others) else []
 
 
 def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
