@@ -51,6 +51,7 @@ MADE_BY_TESTS = {
         "unreadable": "loading/test_check_checkpoint.py::test_a_folder_that_cannot_be_listed_is_a_finding",
     },
     "loading.md": {
+        "no-tensors": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
         "trained-beside": "loading/test_other_writers.py::"

@@ -228,7 +228,7 @@ def test_a_method_that_adapts_no_layer(tmp_path: Path) -> None:
     assert "the adapter has put no parameter into the model" in found.message
     assert found.fix.startswith("take a method that adapts the layers of this model, such as LoraConfig")
     empty.save_pretrained(str(tmp_path / "empty"))
-    with pytest.raises(AdapterError, match="holds no tensor at all"):
+    with pytest.raises(AdapterError, match=r"holds no tensor at all.*\(safe-loading explain no-tensors\)"):
         load_peft_on_rank(tmp_path / "empty", tmp_path / "base", device="cpu")
     adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(tmp_path / "base"), LoraConfig(target_modules=["c_attn"]))
     assert "SL126" not in codes(adapted, STEP)
