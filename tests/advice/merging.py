@@ -137,6 +137,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
     },
     "_merging/weights/merge_plan.py": {
+        "Keep the adapter beside the base": AS_IT_IS,
         "Merge with dequantize=True": f"{_MEMORY}_quantized.py::"
         "test_lora_bias_is_refused_where_peft_forgets_its_scaling",
         "Call model.unmerge_adapter() first": f"{_MERGES}test_a_dora_is_merged_once_the_others_are_unmerged",

@@ -11,6 +11,7 @@ _NUMBERS = "model/test_quantized_meta_model.py::test_numbers_that_no_kernel_read
 _PLANNED = f"{_ADVISED}test_a_quantization_is_planned_once_the_advice_is_taken"
 _ENDED = f"{_ADVISED}test_each_finding_of_a_quantization_ends_by_its_fix"
 _FOUR_BITS = f"{_ADVISED}test_four_bits_on_meta_once_the_advice_is_taken"
+_KEPT = "model/test_kept_codes.py::"
 _DEQUANTIZED = "merging/test_merge_saved_as_plain.py::test_the_advice_to_dequantize_makes_a_plain_checkpoint"
 _SOUND = "loading/test_load_advice.py::test_a_base_is_sound_once_the_finding_is_mended"
 
@@ -115,6 +116,13 @@ TAKEN: dict[str, dict[str, str]] = {
         "Quantize with Int8WeightOnlyConfig": _PLANNED,
         "leave it out": _PLANNED,
         "Pass capability= of the card": _PLANNED,
+        "Plan that": _PLANNED,
+    },
+    "_model/formats/kept_codes.py": {
+        "pass dtype=": f"{_KEPT}test_spqr_is_planned_in_the_dtype_in_which_it_loads",
+        "Write {}": f"{_KEPT}test_a_setting_is_planned_as_the_advice_writes_it",
+        "name a card": f"{_KEPT}test_what_cannot_be_planned_is_refused_by_name",
+        "Plan it for generation": f"{_KEPT}test_what_cannot_be_planned_is_refused_by_name",
     },
     "_model/formats/four_bit_on_meta.py": {
         "Load the model with from_pretrained": _FOUR_BITS,

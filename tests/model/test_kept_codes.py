@@ -165,6 +165,7 @@ def test_what_cannot_be_planned_is_refused_by_name(kind: str, card: TargetCard, 
     with pytest.raises(ArgumentError) as refused:
         quantized_meta_model(quantized(kind), card=card)
     assert said in str(refused.value)
+    assert quantized_meta_model(quantized(kind), card=TargetCard()).model.num_parameters()  # generation on a card
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,13 @@ def test_settings_that_no_checkpoint_has_are_refused(kind: str, wrong: dict[str,
     assert said in str(refused.value)
 
 
+def test_a_setting_is_planned_as_the_advice_writes_it() -> None:
+    config = quantized("aqlm")
+    config.quantization_config |= {"linear_weights_not_to_quantize": ["lm_head"]}
+    assert type(quantized_meta_model(config).model.lm_head) is torch.nn.Linear
+
+
 def test_spqr_is_planned_in_the_dtype_in_which_it_loads() -> None:
     with pytest.raises(ArgumentError, match="SpQR in float16 alone"):
         quantized_meta_model(quantized("spqr"), dtype=torch.bfloat16)
+    assert quantized_meta_model(quantized("spqr"), dtype=torch.float16).model.dtype == torch.float16

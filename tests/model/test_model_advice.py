@@ -56,6 +56,16 @@ def torchao(kind: str = "Int8WeightOnlyConfig", **options: Any) -> dict[str, Any
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}, **options}
 
 
+def intx(packing: str) -> dict[str, Any]:
+    data = {
+        "intx_packing_format": {"_data": packing, "_type": "IntxPackingFormat"},
+        "weight_dtype": {"_data": "int4", "_type": "torch.dtype"},
+        "weight_granularity": {"_data": {"group_size": 32}, "_type": "PerGroup", "_version": 1},
+    }
+    kind = {"_type": "Int8DynamicActivationIntxWeightConfig", "_data": data, "_version": 2}
+    return {"quant_method": "torchao", "quant_type": {"default": kind}}
+
+
 class Plan(NamedTuple):
     """A quantization, a card, what is said of them, and the quantization and card that this advises."""
 
@@ -172,6 +182,14 @@ PLANS: dict[str, Plan] = {
     ),
     "int4 on an older card, or int8": Plan(
         LLAMA, torchao("Int4WeightOnlyConfig"), TargetCard((7, 5)), "or Int8WeightOnlyConfig", INT8, TargetCard((7, 5))
+    ),
+    "codes packed for one kind of CPU": Plan(
+        LLAMA,
+        intx("OPAQUE_ATEN_KLEIDIAI"),
+        ANY,
+        "Plan that: it takes a byte for each code",
+        intx("UNPACKED_TO_INT8"),
+        ANY,
     ),
     "a costly pattern": Plan(
         LLAMA,
