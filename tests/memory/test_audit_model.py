@@ -583,4 +583,4 @@ def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_what_is_no_model() -> None:
     with pytest.raises(ArgumentError):
-        audit_model(LlamaConfig(quantization_config={"quant_method": "aqlm"}))
+        audit_model(LlamaConfig(quantization_config={"quant_method": "quark"}))
