@@ -405,8 +405,8 @@ def test_what_cannot_be_forecast_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"dtype.*built already"):
         predict_memory(model, Workload.weights_only(), dtype=torch.float16)
     config = tiny()
-    config.quantization_config = {"quant_method": "aqlm"}
-    with pytest.raises(ArgumentError, match="aqlm"):
+    config.quantization_config = {"quant_method": "quark"}
+    with pytest.raises(ArgumentError, match="quark"):
         predict_memory(config, Workload.weights_only())
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     with pytest.raises(ArgumentError, match="names no base"):
