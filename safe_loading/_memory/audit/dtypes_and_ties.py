@@ -145,7 +145,7 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
 
 def _fix_of_copies(audited: AuditedModel) -> str:
     """Return the way to train tied weights with the method that has copies of them; only LoRA's can tie those."""
-    configs = [c for c in getattr(audited.adapted, "peft_config", {}).values() if getattr(c, "modules_to_save", None)]
+    configs = [config for config in audited.adapter_configs.values() if getattr(config, "modules_to_save", None)]
     kind = type(configs[0]).__name__ if configs else "LoraConfig"
     if configs and not hasattr(configs[0], "ensure_weight_tying"):
         return (

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding, counted, format_bytes
 
-from .audited_model import AuditedModel, size_of
+from .audited_model import AuditedModel, has_values, size_of
 from .trainer_code import runs_without_gradients
 
 TEACHER_FIX = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
@@ -124,7 +123,7 @@ def _by_shape(model: torch.nn.Module) -> defaultdict[torch.Size, list[torch.nn.P
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two weights have equal values; True where one has none that can be read."""
-    if one.is_meta or two.is_meta or isinstance(one, DTensor) or isinstance(two, DTensor):
+    if not has_values(one) or not has_values(two):
         return True
     narrow = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
     first, second = (weight.detach().reshape(-1)[:_BEGINNING].cpu().to(narrow) for weight in (one, two))
