@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import load_adapter_on_rank, load_peft_on_rank
+from safe_loading._model.formats.convertible import default_dtype
 
 
 class Method(Protocol):
@@ -135,7 +134,7 @@ def save_base(folder: Path, hidden: int, layers: int, dtype: torch.dtype) -> Non
         num_key_value_heads=max(1, hidden // 128),
         vocab_size=8000,
     )
-    with _default_dtype(dtype):
+    with default_dtype(dtype):
         model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="200MB")
 
@@ -171,13 +170,3 @@ def differing(model: Any, adapter: str) -> tuple[int, int]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

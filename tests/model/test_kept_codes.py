@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from safe_loading import ArgumentError, Workload, check_checkpoint, plan_device_map, predict_memory
+from safe_loading._model.formats.convertible import default_dtype
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.quantized.sizes import bytes_of
 from safe_loading._model.quantized_meta_model import quantized_meta_model
@@ -131,13 +132,8 @@ def of_engine(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["eetq", "higgs", "vptq", "aqlm", "aqlm, two codebooks of 8 bits"])
 def test_the_package_itself_stores_the_same_tensors(kind: str) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"):
-            layer = of_engine(kind)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"), default_dtype(torch.float16):
+        layer = of_engine(kind)
     assert stored(layer) == LAYOUTS[kind][1]
 
 

@@ -9,6 +9,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from safe_loading._core.workload import Workload
+from safe_loading._model.peft_layers import base_of
 
 _LEFT_OUT = "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted."
 _TAKEN = (
@@ -71,26 +72,22 @@ def _is_fused(trainer: Any) -> bool:
     return any(hasattr(sys.modules.get(name), "add_fused_lm_head") for name in of_trl)
 
 
-def _is_of_liger(trainer: Any, model: object) -> bool:
+def _is_of_liger(trainer: Any, model: Any) -> bool:
     """Whether the trainer lets Liger patch the model so that its own forward makes no logits."""
     asked = getattr(getattr(trainer, "args", None), "liger_kernel_config", None) or {}
-    base = _base_of(model)
+    base: Any = base_of(model)
     causal = (
         type(base).__name__.endswith("ForCausalLM") and getattr(base.config, "model_type", "") in _LIGER_TYPES.split()
     )
     return _asks_for_liger(trainer) and causal and asked.get("fused_linear_cross_entropy", True) is True
 
 
-def _base_of(model: object) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 def _asks_for_liger(trainer: Any) -> bool:
     return getattr(getattr(trainer, "args", None), "use_liger_kernel", False) is True
 
 
-def about_liger(trainer: Any, model: object, workload: Workload | None) -> list[str]:
+def about_liger(trainer: Any, model: Any, workload: Workload | None) -> list[str]:
     """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
     if workload is None or not _asks_for_liger(trainer):
         return []
-    return [_TAKEN.format(type(_base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
+    return [_TAKEN.format(type(base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]

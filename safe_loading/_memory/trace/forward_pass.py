@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from safe_loading._core.workload import Workload
 
-from .inputs import StepInputs, base_of
+from .inputs import StepInputs, engine_base
 from .ledger import Ledger
 from .reference_pass import Reference
 from .step_tensors import as_returned, autocast, classify_inputs, field, tensors_of
@@ -58,7 +58,7 @@ def _smoothed(model: torch.nn.Module, workload: Workload, batch: Batch, options:
     labels = batch.get("labels")
     if labels is None:
         return _loss_of(_run(model, workload, {**batch, **options}))
-    causal = type(base_of(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = type(engine_base(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     smooth: Any = LabelSmoother(0.1)  # any other factor takes as much
     without = {name: tensor for name, tensor in batch.items() if name != "labels"}
     loss: torch.Tensor = smooth(_run(model, workload, {**without, **options}), labels, shift_labels=causal)

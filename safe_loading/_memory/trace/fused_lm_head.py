@@ -18,7 +18,7 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
 from .grpo_step import OUTPUTS as GRPO_OUTPUTS
-from .inputs import base_of
+from .inputs import engine_base
 from .liger_lm_head import liger_forward
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # which SFTTrainer asks for
@@ -37,7 +37,7 @@ def with_fused_lm_head(model: torch.nn.Module, workload: Workload) -> Iterator[N
     if not workload.fused_lm_head:
         yield
         return
-    base = base_of(model)
+    base = engine_base(model)
     if workload.fused_lm_head == "liger":
         base.forward = liger_forward(base)
         yield

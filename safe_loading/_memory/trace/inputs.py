@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from safe_loading._core.engines import drops_full_masks
 from safe_loading._core.names import method_name
 from safe_loading._core.thread_patches import patched
+from safe_loading._model.peft_layers import base_of
 from safe_loading._model.text_config import text_config
 from safe_loading.errors import TraceError
 
@@ -98,10 +99,9 @@ def engine_model(model: torch.nn.Module) -> torch.nn.Module:
     return next(engine_models, model)
 
 
-def base_of(model: torch.nn.Module) -> Any:
+def engine_base(model: torch.nn.Module) -> Any:
     """Return the model of transformers in a user's wrappers, without an adapter of peft around it."""
-    outermost: Any = engine_model(model)
-    return outermost.get_base_model() if hasattr(outermost, "get_base_model") else outermost
+    return base_of(engine_model(model))
 
 
 def starts_anew(inputs: Mapping[str, torch.Tensor]) -> bool:

@@ -20,7 +20,7 @@ from safe_loading._core.thread_patches import patched
 from safe_loading.errors import MergeError
 
 from .card_findings import kernel_finding, refuse_training
-from .convertible import default_dtype, skipped_modules
+from .convertible import layers_on_meta, skipped_modules
 from .format import Format, QuantizationRequest, TargetCard
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_files
 
@@ -37,8 +37,7 @@ def build_bitnet(model: nn.Module, request: QuantizationRequest, card: TargetCar
     config = BitNetQuantConfig(**options)
     if config.linear_class == "bitlinear":
         refuse_training(card, "BitNet's packed weights", "a checkpoint with linear_class 'autobitlinear'")
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    with torch.device("meta"), default_dtype(dtype):
+    with layers_on_meta(model):
         replace_with_bitnet_linear(
             model, modules_to_not_convert=skipped_modules(model, request), quantization_config=config
         )

@@ -51,6 +51,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def layers_on_meta(model: nn.Module) -> Iterator[torch.dtype]:
+    """Inside, layers are made on meta and in the dtype of a model's floats, which it gives."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    with torch.device("meta"), default_dtype(dtype):
+        yield dtype
+
+
 @dataclass(frozen=True)
 class LayerRule:
     """The bits of a code, and the number of codes along the input that share a scale (-1: all of them)."""

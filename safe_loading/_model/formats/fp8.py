@@ -20,7 +20,7 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, MergeError
 
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, freeze_codes, with_bytes
-from .convertible import default_dtype
+from .convertible import layers_on_meta
 from .format import ADA, Format, QuantizationRequest, TargetCard, loading_with
 from .fp8_kernels import fp8_kernels
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_files
@@ -138,12 +138,11 @@ def spread_scales(grid: torch.Tensor, block: tuple[int, int], start: int, shape:
 
 def _put_layers_in(model: Any, quantizer: Any) -> None:
     """Let the quantizer put its own modules in, as ``from_pretrained`` does before it reads a weight."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     if not quantizer.quantization_config.dequantize:
         model.config.quantization_config = quantizer.quantization_config
         model.hf_quantizer = quantizer
     _keep_first_wraps()
-    with torch.device("meta"), default_dtype(dtype):
+    with layers_on_meta(model) as dtype:
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
     if quantizer.quantization_config.dequantize:
         quantizer.remove_quantization_config(model)

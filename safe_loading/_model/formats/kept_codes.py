@@ -18,9 +18,9 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError
 
 from .card_findings import kernel_finding, refuse_training
-from .convertible import convertible, default_dtype, skipped_modules
+from .convertible import convertible, layers_on_meta, skipped_modules
 from .format import Build, Format, QuantizationRequest, TargetCard
-from .packed_linear import PackedLinear, TensorSpec, by_kernel, frozen
+from .packed_linear import PackedLinear, TensorSpec, by_kernel
 
 _Specs = dict[str, TensorSpec]
 _Layout = Callable[[nn.Linear, Mapping[str, Any], str], _Specs]
@@ -90,10 +90,11 @@ def _higgs(layer: nn.Linear, options: Mapping[str, Any], path: str) -> _Specs:
 
 
 def _eetq(layer: nn.Linear, options: Mapping[str, Any], path: str) -> _Specs:
-    return {
+    stored: _Specs = {
         "weight": ((layer.in_features, layer.out_features), torch.int8),
         "weight_scales": ((layer.out_features,), torch.float16),
     }
+    return stored if layer.bias is None else {**stored, "bias": ((layer.out_features,), torch.float16)}
 
 
 def _parts_of(size: int, group: int, path: str) -> int:
@@ -102,8 +103,20 @@ def _parts_of(size: int, group: int, path: str) -> int:
     return size // group
 
 
-def _kept(name: str, layout: _Layout, *, on_host: bool = False, skips: str = "modules_to_not_convert") -> Build:
-    """Return the function that builds a format of this layout; ``skips`` is its option for the modules that stay."""
+def _kept(
+    name: str,
+    layout: _Layout,
+    *,
+    on_host: bool = False,
+    skips: str = "modules_to_not_convert",
+    converts_head: bool = False,
+    has_bias: bool = True,
+) -> Build:
+    """Return the function that builds a format of this layout.
+
+    ``skips`` is its option for the modules that stay, and ``converts_head`` says whether the head does not stay where
+    none is named. ``has_bias`` says whether its layers have one.
+    """
 
     def build(model: nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
         if card.on_host and not on_host:
@@ -114,15 +127,13 @@ def _kept(name: str, layout: _Layout, *, on_host: bool = False, skips: str = "mo
                 f"known. Plan it for generation, or train on the plain base in 4 bits: pass that, and "
                 "quantization_config={'load_in_4bit': True}."
             )
-        kept = request.options.get(skips) or ([] if layout is _aqlm else None)
+        kept = request.options.get(skips) or ([] if converts_head else None)
         asked = dataclasses.replace(request, options={**request.options, "modules_to_not_convert": kept})
         _refuse_names_of_weights(model, asked, skips)
         for path, layer in convertible(model, asked):
-            packed: Any = PackedLinear(layer, layout(layer, request.options, path), by_kernel)
-            if layout is _eetq and packed.bias is not None:
-                packed.bias = frozen(tuple(packed.bias.shape), torch.float16)
-            if layout is _spqr:
-                packed.bias = None  # its layer has none
+            packed = PackedLinear(layer, layout(layer, request.options, path), by_kernel)
+            if not has_bias:
+                packed.register_parameter("bias", None)
             model.set_submodule(path, packed)
         return [kernel_finding(f"a kernel of {name} that allocates its output alone")]
 
@@ -148,17 +159,18 @@ def build_gemma(model: nn.Module, request: QuantizationRequest, card: TargetCard
 
     refuse_training(card, "Gemma's quantized layers", "the checkpoint in 16 bits")
     config = GemmaQuantizationConfig(**{k: v for k, v in request.options.items() if k != "quant_method"})
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    with torch.device("meta"), default_dtype(dtype):
+    with layers_on_meta(model):
         replace_with_quant_layers(model, config, skipped_modules(model, request))
     return []
 
 
 AQLM = Format(
-    "aqlm", _kept("AQLM", _aqlm, on_host=True, skips="linear_weights_not_to_quantize"), computes_in=torch.float16
+    "aqlm",
+    _kept("AQLM", _aqlm, on_host=True, skips="linear_weights_not_to_quantize", converts_head=True),
+    computes_in=torch.float16,
 )
 VPTQ = Format("vptq", _kept("VPTQ", _vptq), computes_in=torch.bfloat16)
-SPQR = Format("spqr", _kept("SpQR", _spqr), computes_in=torch.float16)
+SPQR = Format("spqr", _kept("SpQR", _spqr, has_bias=False), computes_in=torch.float16)
 HIGGS = Format("higgs", _kept("HIGGS", _higgs), loading_not_counted=True)
 EETQ = Format("eetq", _kept("EETQ", _eetq), computes_in=torch.float16, loading_not_counted=True)
 GEMMA = Format("gemma", build_gemma)

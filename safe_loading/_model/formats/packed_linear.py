@@ -41,7 +41,8 @@ class PackedLinear(nn.Linear):
             self.register_parameter(name, frozen(shape, dtype))
         if "weight" not in stored:
             self.register_parameter("weight", None)
-        self.bias = None if linear.bias is None else frozen(tuple(linear.bias.shape), linear.bias.dtype)
+        if "bias" not in stored:
+            self.register_parameter("bias", frozen_bias(linear))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's own name
         """Multiply as the engine does."""

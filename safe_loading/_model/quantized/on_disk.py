@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safe_loading._checkpoint.base_config import quantization_findings
+from safe_loading._checkpoint.base_config import passed_over, quantization_findings
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.left_over import is_passed_over, left_over_quantization
@@ -48,8 +48,9 @@ def plain_all_the_same(folder: ModelFolder) -> bool:
 
     False where none is named, and for weights that are not here.
     """
-    checkpoint = folder.whole_checkpoint
-    return checkpoint is not None and is_passed_over(folder.config or {}, checkpoint.tensors)
+    config = folder.config or {}
+    checkpoint = folder.whole_checkpoint if passed_over(config) else None  # no header is read for a plain config
+    return checkpoint is not None and is_passed_over(config, checkpoint.tensors)
 
 
 def without_passed_over(config: Any, folder: ModelFolder | None) -> None:
