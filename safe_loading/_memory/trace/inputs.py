@@ -144,7 +144,7 @@ class StepInputs:
     ) -> None:
         self.names = forward_arguments(model)
         outermost = engine_model(model)
-        self._base: torch.nn.Module = base_of(model)
+        self._base: torch.nn.Module = engine_base(model)
         self._class_name = type(self._base).__name__
         adapter = getattr(outermost, "active_peft_config", None)
         # with which peft's forward takes no positions
