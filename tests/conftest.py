@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -78,6 +79,32 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or "")
     if not asked and (torch.version.cuda or torch.version.hip):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave of each product marked `each_value` the few cases in which each value of each parameter runs."""
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value") and isinstance(item, pytest.Function):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in products.items():
+        kept = _covering(cases, name)
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def _covering(cases: list[pytest.Function], seed: str) -> list[pytest.Function]:
+    """A few cases, chosen by the seed, in which each value of each parameter is met; the slow ones are no choice."""
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    order = [case for case in cases if not case.get_closest_marker("slow")]
+    random.Random(seed).shuffle(order)
+    left, kept = set().union(*(values[case] for case in order)), []
+    while left:
+        kept.append(max(order, key=lambda case: len(left & values[case])))
+        left -= values[kept[-1]]
+    return kept
 
 
 def pytest_collection_finish() -> None:

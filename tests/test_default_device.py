@@ -75,6 +75,7 @@ VERBS: dict[str, Callable[[Path, Path, Path, Path], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("context", [default_device, lambda: torch.device("meta")], ids=["default", "with"])
 def test_every_verb_does_the_same(

@@ -111,6 +111,7 @@ def _lines_of(verb: str) -> int:
     return lines.count
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [MOST, pytest.param(25 * MOST, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
 @pytest.mark.parametrize("verb", VERBS)
@@ -173,6 +174,7 @@ WRAPS: dict[str, tuple[Callable[[Path], nn.Module], Callable[[nn.Module, Path], 
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("most", [MOST, pytest.param(25 * MOST, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
@@ -241,6 +243,7 @@ MERGES: dict[str, tuple[Callable[[Path], None], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [MOST, pytest.param(25 * MOST, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
 @pytest.mark.parametrize("merge", MERGES)

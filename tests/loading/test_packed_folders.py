@@ -62,6 +62,7 @@ def _make_nothing(_: object) -> None:
     """Make a trainer without its parts."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_a_whole_folder_works_in_every_verb(folders: Any, tmp_path: Path, kind: str, width: int) -> None:

@@ -47,6 +47,7 @@ def save_resized(folder: Path, base: Path, rows: int, layout: str, *, tied: bool
     return save_adapter(folder, base, lora_alpha=alpha, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [110, 90])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -110,6 +111,7 @@ def test_a_tokenizer_with_words_beyond_the_rows_is_told(tmp_path: Path, name: st
     assert "tokenizer-ids" in {finding.code for finding in check_checkpoint(saved).findings}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [110, 90])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -29,6 +29,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", STEPS, ids=["generate", "train", "lora"])
 @pytest.mark.parametrize(
     ("name", "known"),

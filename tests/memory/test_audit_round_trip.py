@@ -153,6 +153,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("with_trainer", [False, True])
 def test_all_that_is_trained_comes_back(name: str, with_trainer: bool, tmp_path: Path) -> None:

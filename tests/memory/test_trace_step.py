@@ -374,6 +374,7 @@ def plain_trace(make: Callable[[], Any], workload: Workload) -> StepTrace:
     return trace_step(make(), workload)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [llama, classifier, t5, lora])
 @pytest.mark.parametrize("around", [PassesOn, lambda model: PassesOn(PassesOn(model)), nn.DataParallel])
 @pytest.mark.parametrize("workload", [Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")])

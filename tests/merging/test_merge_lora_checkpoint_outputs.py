@@ -475,6 +475,7 @@ def test_the_base_s_tokenizer_is_kept_as_it_is(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- dtype and shards
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save", "trainable tokens", "head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_another_dtype_is_rounded_once_from_the_exact_sum(

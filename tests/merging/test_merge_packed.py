@@ -120,6 +120,7 @@ def test_a_trained_bias_without_a_place_is_refused_with_a_road(
     assert (logits(merge_lora_inplace(model, dequantize=True)) - expected).abs().max() < 0.05
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "nf4 as bfloat16", "int8"])
@@ -204,6 +205,7 @@ def test_an_olora_start_on_codes_is_repeated_as_peft_repeats_it(folders: Folders
     assert "base-changed" in {finding.code for finding in loaded.load_report.findings}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])

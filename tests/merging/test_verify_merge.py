@@ -103,6 +103,7 @@ def test_right_merges_raise_no_alarm(made: Made, tmp_path: Path, merger: str, dt
     assert check.of("exact")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "lora",
     [
@@ -139,6 +140,7 @@ def test_kinds_of_adapters_that_were_merged_right(made: Made, tmp_path: Path, lo
         assert not codes(check), str(check)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("part", [1.0, 0.1, 0.01])
 @pytest.mark.parametrize(

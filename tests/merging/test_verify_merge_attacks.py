@@ -291,6 +291,7 @@ RIGHT: dict[str, Callable[[Setting, Path], object]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # which has its magnitudes along columns
 @pytest.mark.parametrize("magnitude", [None, 64.0, 1.0, 0.1])
 def test_right_merges_by_other_roads_raise_no_alarm(tmp_path: Path, kind: str, magnitude: float | None) -> None:

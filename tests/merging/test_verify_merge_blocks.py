@@ -84,6 +84,7 @@ def of(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     return Setting(tmp_path_factory.mktemp("blocks"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("kind", [*KINDS, "fp4", "nf4 as bfloat16"])
 def test_right_merges_are_right(of: Setting, kind: str, road: str) -> None:
@@ -141,6 +142,7 @@ WRONG: dict[str, tuple[str, str, Make]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mistake", WRONG)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mistakes_are_named(of: Setting, tmp_path: Path, kind: str, mistake: str) -> None:

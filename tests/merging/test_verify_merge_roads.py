@@ -64,6 +64,7 @@ def on_a_road(
     return rewritten(base, target, merged)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("alpha", [8, 6])  # a scaling of 2 rounds nothing, and one of 1.5 does
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("stored", [None, torch.float32], ids=["stored as loaded", "stored in float32"])

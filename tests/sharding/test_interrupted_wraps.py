@@ -191,6 +191,7 @@ def test_an_interrupted_prepare_leaves_everything_as_it_was_and_runs_again(
     assert {error for _, error, *_ in found} == {"KeyboardInterrupt"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [2, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("kind", [pytest.param("prepare", marks=pytest.mark.slow), "rank 0", "all"])
@@ -202,6 +203,7 @@ def test_ctrl_c_on_all_ranks_leaves_everything_as_it_was_and_a_new_group_goes_on
     assert [{error for _, error, *_ in each} <= {"KeyboardInterrupt", "RankError"} for each in found] == [True, True]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize("kind", ["prepare", "rank 0", "all"])
 def test_where_one_rank_fails_both_are_as_they_were_and_go_on(
