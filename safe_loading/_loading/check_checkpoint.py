@@ -87,7 +87,7 @@ class CheckpointReport(Verdict):
         counts = Counter(finding.severity for finding in self.findings)
         verdict = f"{'ok' if self.ok else 'NOT OK'}{'' if self.kind == 'file' else f' ({self.checked_on})'}"
         verdict += f", {counted(self.hashed, 'file')} compared by hash" if self.hashed else ""
-        return verdict + "".join(f", {n} {severity}" for severity, n in counts.items())
+        return verdict + "".join(f", {counted(n, severity)}" for severity, n in counts.items())
 
     def _tables(self) -> list[Table]:
         rows = [(file.name, str(file.tensors), format_bytes(file.bytes)) for file in self.files]

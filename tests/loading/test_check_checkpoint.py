@@ -216,7 +216,7 @@ def test_errors_come_first_and_nothing_is_left_out(tmp_path):
     assert [finding.severity for finding in report.findings] == ["error", "error", "warning", "info"]
     assert list(codes(report)) == ["missing-shard", "config-missing", "stray-shard", "custom-code"]
     assert [file.name for file in report.files] == [ONE]
-    assert str(report).splitlines()[0].endswith("NOT OK (headers alone), 2 error, 1 warning, 1 info")
+    assert str(report).splitlines()[0].endswith("NOT OK (headers alone), 2 errors, 1 warning, 1 info")
 
 
 def test_the_report_as_text_html_and_json(tmp_path):

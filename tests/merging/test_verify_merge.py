@@ -277,6 +277,9 @@ def test_missing_and_extra_tensors(made: Made, tmp_path: Path) -> None:
     assert [tensor.name for tensor in check.of("missing")] == [HEAD]
     assert [tensor.name for tensor in check.of("extra")] == ["visual.weight"]
     assert codes(check) >= {"merged-missing", "merged-extra"}
+    messages = [finding.message for finding in check.findings]
+    assert "1 tensor is missing." in messages
+    assert "1 tensor is neither of the base nor of the adapter." in messages
     assert not check.ok
 
 

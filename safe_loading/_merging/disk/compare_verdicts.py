@@ -63,10 +63,11 @@ _MEANS: Mapping[str, _Meaning] = {
     "unchecked": _meaning(
         "merged-unchecked",
         "error",
-        "are codes or scales of a quantized weight whose other part is missing or of another shape: not compared",
+        "belong to a quantized weight whose other part is missing or of another shape: not compared",
         _AGAIN,
     ),
 }
+_OF_ONE = {"are": "is", "belong": "belongs", "have": "has", "hold": "holds"}
 _NAMED = 4
 
 
@@ -178,7 +179,9 @@ def findings_of(tensors: Sequence[CheckedTensor]) -> list[Finding]:
             continue
         where = ", ".join(tensor.name for tensor in own[:_NAMED])
         where += f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
-        message = f"{counted(len(own), 'tensor')} {means}{_more(verdict, own)}."
+        verb, _, rest = means.partition(" ")
+        verb = _OF_ONE.get(verb, verb) if len(own) == 1 else verb
+        message = f"{counted(len(own), 'tensor')} {verb} {rest}{_more(verdict, own)}."
         nbytes = sum(tensor.bytes for tensor in own)
         findings.append(Finding(code, severity, where, message, f"{fix}.", nbytes))
     return findings
