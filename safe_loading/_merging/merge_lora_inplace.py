@@ -139,10 +139,14 @@ def _tuner_of(model: torch.nn.Module) -> BaseTuner:
     tuner = tuner_of(model)
     if tuner is None:
         kinds = [method_name(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
+        inside = getattr(model, "module", None)  # as DataParallel and DistributedDataParallel call it
+        fix = "Pass a peft.PeftModel with LoRA adapters, as load_peft_on_rank returns."
+        if isinstance(inside, torch.nn.Module) and tuner_of(inside) is not None:
+            fix = "Pass the model in it: `model.module`."
         raise ArgumentError(
             f"{type(model).__name__} has no adapter that can be merged"
             + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")
-            + ". Pass a peft.PeftModel with LoRA adapters, as load_peft_on_rank returns."
+            + f". {fix}"
         )
     return tuner
 

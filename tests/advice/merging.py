@@ -99,6 +99,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a number of bytes": VALUES,
         "name each adapter once": VALUES,
         "Pass a peft.PeftModel": f"{_MEMORY}.py::test_a_peft_model_is_what_load_peft_on_rank_returns",
+        "Pass the model in it": "merging/test_merge_hooks.py::test_a_model_in_a_wrapper_of_torch_is_named",
     },
     "_merging/weights/apply.py": {
         "Call it again with the same arguments": f"{_MEMORY}.py::"

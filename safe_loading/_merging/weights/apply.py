@@ -18,6 +18,7 @@ from .merge_plan import MergePlan
 from .offloaded import OffloadedWeights
 from .rounding_loss import RoundingLoss
 from .trainable_tokens import TokenRows
+from .unload import hand_hooks_on
 from .update import PartlyMergedError, merge_matrix
 from .writable_tensors import parents_of
 
@@ -128,6 +129,7 @@ def _unload_layer(job: LayerMerge, tuner: BaseTuner, parents: _Parents) -> None:
         base = take_off(merge=False, safe_merge=False, adapter_names=None)
     else:
         base = layer.get_base_layer()
+    hand_hooks_on(layer, base)
     for parent, name in parents.get(id(layer), []):
         if not isinstance(parent, AuxiliaryTrainingWrapper):  # unloaded with its wrapper
             tuner._replace_module(parent, name, base, layer)

@@ -23,6 +23,7 @@ from safe_loading._model.tensor_values import is_finite
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import data_of, gathered, linear_terms, without_bias
 from .rounding import round_into
+from .unload import hand_hooks_on
 from .update import ROWS, RowMerger, Term, Update
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, is_known, refuse_impossible
 from .writable_tensors import parents_of
@@ -63,6 +64,9 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
     """Put the plain layers in place of the quantized ones, and take the quantization out of the config."""
     parents = parents_of(model)
     for replacement in replacements:
+        if is_tuner_layer(replacement.old):
+            hand_hooks_on(replacement.old.get_base_layer(), replacement.new)
+        hand_hooks_on(replacement.old, replacement.new)
         for parent, name in parents.get(id(replacement.old), []):
             setattr(parent, name, replacement.new)
     if not replacements:

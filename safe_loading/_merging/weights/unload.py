@@ -11,9 +11,21 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from safe_loading._core.engines import forget_adapters
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
+from safe_loading._model.peft_layers import is_tuner_layer
 
 from .release_ties import release_ties
 from .saved_as_plain import forget_names_of_adapter
+
+# torch's registries of a module's own hooks, and of which of them take keyword arguments or are always called
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None) -> list[str]:
@@ -24,13 +36,15 @@ def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None
 def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torch.nn.Module, list[Finding]]:
     """Remove the rest of the adapters: saved modules, wrappers, configs; return the base model.
 
-    The saved modules of ``names`` (None: of the active adapters) stay. A finding says if they break a tie.
+    The saved modules of ``names`` (None: of the active adapters) stay. A finding says if they break a tie. Hooks of
+    peft's layers go to the layers that take their place.
     """
     for module in tuner.model.modules():
         if isinstance(module, ModulesToSaveWrapper) and names is not None:
             chosen = adapters_with_copy(module, names)
             # peft's unload() keeps the active copy. set_adapter() would change requires_grad as well.
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
+    of_peft = {path: module for path, module in tuner.model.named_modules() if _is_of_peft(module)}
     base: torch.nn.Module = tuner.unload()
     # One adapter's saved module under another's trained tokens is a wrapper in a wrapper: peft takes off the outer one.
     left = _wrappers(base)
@@ -39,6 +53,9 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
         before, left = left, _wrappers(base)
         if left >= before:  # what is not peft's to take off
             break
+    for path, module in base.named_modules():
+        if path in of_peft:
+            hand_hooks_on(of_peft[path], module)
     forget_adapters(base)
     forget_names_of_adapter(base)
     if not wants_tie(base):
@@ -50,6 +67,22 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
     ends = {f"{path}.weight" for path, module in base.named_modules() if module in (modules.embeddings, modules.head)}
     why = "the adapter brought an embedding or a head of its own, so the two are no longer the same weight"
     return base, [release_ties(base, ends, why)]
+
+
+def _is_of_peft(module: torch.nn.Module) -> bool:
+    return is_tuner_layer(module) or isinstance(module, AuxiliaryTrainingWrapper)
+
+
+def hand_hooks_on(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Let the hooks of a module run for the one that takes its place, after those that it has."""
+    for name in _HOOKS:
+        hooks, own = getattr(old, name), getattr(new, name)
+        if own:
+            own.update(hooks)
+        else:
+            setattr(new, name, hooks)  # from which their handles remove them
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def _wrappers(model: torch.nn.Module) -> int:

@@ -1,0 +1,99 @@
+"""What a script's hooks do to a layer is done to the one that a merge puts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from wrapped_models import TOKENS, peft_llama
+
+from safe_loading import ArgumentError, merge_lora_inplace
+
+
+def after(module: nn.Module) -> Any:
+    return module.register_forward_hook(lambda _, args, output: 2 * output)
+
+
+def after_with_names(module: nn.Module) -> Any:
+    return module.register_forward_hook(lambda _, args, names, output: 2 * output, with_kwargs=True)
+
+
+def before(module: nn.Module) -> Any:
+    return module.register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+
+
+def before_with_names(module: nn.Module) -> Any:
+    return module.register_forward_pre_hook(
+        lambda _, args, names: ((2 * args[0], *args[1:]), names),
+        with_kwargs=True,
+    )
+
+
+HOOKS = [after, after_with_names, before, before_with_names]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits.clone()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_a_hook_of_a_layer_with_an_adapter_stays(hook: Callable[[nn.Module], Any], path: str) -> None:
+    model = peft_llama(modules_to_save=["lm_head"])
+    plain = logits(model)
+    handle = hook(model.base_model.model.get_submodule(path))
+    hooked = logits(model)
+    assert not torch.allclose(hooked, plain, atol=1e-3)
+    merged = merge_lora_inplace(model)
+    assert torch.allclose(logits(merged), hooked, atol=1e-5)
+    handle.remove()
+    assert torch.allclose(logits(merged), plain, atol=1e-5)
+
+
+def test_it_comes_after_those_of_the_layer_in_it() -> None:
+    model = peft_llama()
+    layer = model.base_model.model.get_submodule("model.layers.0.self_attn.q_proj")
+    order: list[str] = []
+    layer.base_layer.register_forward_hook(lambda *_: order.append("the base's"))
+    layer.register_forward_hook(lambda *_: order.append("the adapter's"))
+    merged = merge_lora_inplace(model)
+    logits(merged)
+    assert order == ["the base's", "the adapter's"]
+
+
+def test_gradients_are_seen() -> None:
+    model = peft_llama()
+    seen: list[torch.Tensor] = []
+    layer = model.base_model.model.get_submodule("model.layers.2.mlp.down_proj")
+    layer.register_full_backward_hook(lambda _, inputs, outputs: seen.append(outputs[0]))
+    merged: Any = merge_lora_inplace(model).requires_grad_(True)
+    merged(TOKENS, labels=TOKENS).loss.backward()
+    assert [gradient.shape[-1] for gradient in seen] == [merged.config.hidden_size]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_layer_that_becomes_a_plain_one_keeps_it(inner: bool) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra").nn
+    model = peft_llama(target_modules=["q_proj"])
+    layer = model.base_model.model.get_submodule("model.layers.0.self_attn.q_proj")
+    quantized = bnb.Linear8bitLt(32, 32, bias=False, has_fp16_weights=False)
+    quantized.load_state_dict(layer.base_layer.state_dict())
+    layer.base_layer = quantized.to("cpu")
+    calls: list[str] = []
+    (layer.base_layer if inner else layer).register_forward_hook(lambda *_: calls.append("seen"))
+    merged = merge_lora_inplace(model, dequantize=True)
+    assert type(merged.get_submodule("model.layers.0.self_attn.q_proj")) is nn.Linear
+    logits(merged)
+    assert calls == ["seen"]
+
+
+def test_a_model_in_a_wrapper_of_torch_is_named() -> None:
+    model = peft_llama()
+    wrapped = nn.DataParallel(model)
+    with pytest.raises(ArgumentError, match=r"DataParallel has no adapter.*Pass the model in it: `model.module`"):
+        merge_lora_inplace(wrapped)
+    assert merge_lora_inplace(wrapped.module).merge_report.weights
