@@ -12,11 +12,11 @@ from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftTy
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.trained_beside import trained_beside
-from safe_loading._core.engines import trainable_as_before, without_autocast
+from safe_loading._core.engines import is_integrated, trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-from safe_loading._model.peft_layers import base_of, has_adapters, wrap_tokens_once
+from safe_loading._model.peft_layers import base_of, has_adapters, is_tuner_layer, wrap_tokens_once
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.zero3 import made_whole
@@ -93,6 +93,23 @@ def check_adapter_name(name: str) -> None:
     taken = name in ("lora_", "lora", "lora_A", "lora_B", "base_layer", "weight")
     if taken or hasattr(torch.nn.ModuleDict(), name):
         raise ArgumentError(f"{name!r} is a name that peft or torch gives to a part of a module; choose another.")
+
+
+def to_add_one(model: torch.nn.Module) -> str:
+    """Return the way to give a model one more adapter, or its first one, by who put those into it that it has."""
+    if has_adapters(model):
+        return "Use load_adapter_on_rank to add one, or pass the plain base."
+    if is_integrated(model):
+        return (
+            "transformers put them in: add one by its own `model.load_adapter()`, or load the base anew with all "
+            "adapters by load_peft_on_rank."
+        )
+    if any(is_tuner_layer(module) for module in model.modules()):
+        return (
+            "They belong to a PeftModel around it: pass that one to load_adapter_on_rank, or for the plain base what "
+            "its unload() returns."
+        )
+    return "Use load_peft_on_rank for the first adapter."
 
 
 def inject_checked(

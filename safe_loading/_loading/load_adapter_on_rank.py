@@ -31,7 +31,7 @@ from .attach import Attached, attach
 from .attach_alike import attach_alike
 from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
-from .inject import check_adapter_name, prepare
+from .inject import check_adapter_name, prepare, to_add_one
 from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
 from .sources import LoadRequest
@@ -158,8 +158,7 @@ def _checked_model(model: torch.nn.Module, name: str, *, hotswap: bool) -> PeftM
     """Return the model; refuse one without adapters, and a name that is taken, or that cannot be swapped."""
     if not has_adapters(model):
         raise AdapterError(
-            f"load_adapter_on_rank adds to a PeftModel, this is a {type(model).__name__}. Use load_peft_on_rank for "
-            f"the first adapter."
+            f"load_adapter_on_rank adds to a PeftModel, this is a {type(model).__name__}. {to_add_one(model)}"
         )
     if hotswap and is_mixed(model):
         raise AdapterError(

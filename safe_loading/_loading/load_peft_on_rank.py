@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.engine_names import LOAD, LoadNames
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
-from safe_loading._model.peft_layers import has_adapters
+from safe_loading._model.peft_layers import has_adapters, is_tuner_layer
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import (
     check_contexts,
@@ -34,7 +33,7 @@ from .adapter_values import Adapter
 from .agreed_sources import find_sources
 from .base_and_adapter import named_sources
 from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
-from .inject import check_adapter_name, prepare
+from .inject import check_adapter_name, prepare, to_add_one
 from .load import (
     BaseOnDisk,
     LoadOptions,
@@ -260,11 +259,8 @@ def _check_base(base: object, devices: RankDevices, arguments: Mapping[str, obje
         raise ArgumentError(
             f"base_model is a model that is loaded already, so {', '.join(ignored)} would have no effect; leave it out."
         )
-    if has_adapters(base) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
-        raise AdapterError(
-            f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
-            f"or pass the plain base."
-        )
+    if has_adapters(base) or any(is_tuner_layer(module) for module in base.modules()):
+        raise AdapterError(f"base_model is a {type(base).__name__} that has adapters already. {to_add_one(base)}")
     if devices.are_several and devices_of(base) == devices:
         return
     current = one_device(base)

@@ -33,6 +33,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_a_trained_row_that_the_base_lacks_is_told",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
         "choose another": VALUES,
+        "Use load_adapter_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
+        "Use load_peft_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
+        "add one by its own": f"{_ADVISED}test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_to_the_next_"
+        "adapter",
+        "pass that one to load_adapter": f"{_ADVISED}test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_"
+        "to_the_next_adapter",
     },
     "_loading/split_base.py": {
         "Load it with PeftModel.from_pretrained": "model/test_zero3.py::"
@@ -122,7 +128,6 @@ TAKEN: dict[str, dict[str, str]] = {
         "check the arguments": LABEL,
         "load the adapter": LABEL,
         "leave both arguments out": AS_IT_IS,
-        "Use load_peft_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
         "Call model.delete_adapter": "loading/test_mixed_models.py::"
         "test_what_a_mixed_model_cannot_do_is_refused_and_names_what_can",
         "Call model.unmerge_adapter()": "loading/test_load_adapter_on_rank.py::"
@@ -146,7 +151,6 @@ TAKEN: dict[str, dict[str, str]] = {
         "Leave device out": "loading/test_load_onto_device_map.py::"
         "test_a_base_over_several_devices_gets_each_tensor_beside_its_layer",
         "leave it out": AS_IT_IS,
-        "Use load_adapter_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
         "Pass the folder or id of the base": "loading/test_load_onto_device_map.py::"
         "test_a_base_over_several_devices_gets_each_tensor_beside_its_layer",
         "Pass device='{}'": "loading/test_load_on_simulated_devices.py::test_a_base_on_another_device_is_refused",

@@ -192,6 +192,34 @@ def test_the_first_adapter_is_loaded_by_the_other_function(tiny_llama: Path, tin
     assert torch.equal(logits(load_peft_on_rank(model.unload(), tiny_adapter)), expected)
 
 
+def test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_to_the_next_adapter(
+    tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    expected = logits(load_peft_on_rank(tiny_llama, tiny_adapter))
+    around = load_peft_on_rank(tiny_llama, tiny_adapter)
+    for refused in (
+        lambda: load_peft_on_rank(around.get_base_model(), tiny_adapter),
+        lambda: load_adapter_on_rank(around.get_base_model(), tiny_adapter, "two"),
+    ):
+        with pytest.raises(AdapterError, match=r"a PeftModel around it: pass that one.*what its unload\(\) returns"):
+            refused()
+    load_adapter_on_rank(around, tiny_adapter, "two")
+    assert torch.equal(logits(load_peft_on_rank(around.unload(), tiny_adapter)), expected)
+    of_transformers = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    of_transformers.load_adapter(str(tiny_adapter), "one")
+    for refused in (
+        lambda: load_peft_on_rank(of_transformers, tiny_adapter),
+        lambda: load_adapter_on_rank(of_transformers, tiny_adapter, "two"),
+    ):
+        with pytest.raises(AdapterError, match=r"its own `model\.load_adapter\(\)`, or load the base anew"):
+            refused()
+    of_transformers.load_adapter(str(tiny_adapter), "two")
+    of_transformers.set_adapter("two")
+    assert torch.equal(logits(of_transformers), expected)
+    both = load_peft_on_rank(tiny_llama, {"one": tiny_adapter, "two": tiny_adapter})
+    assert torch.equal(logits(both), expected)
+
+
 def test_each_way_out_of_a_name_that_is_taken(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     other = save_adapter(tmp_path / "other", tiny_llama, seed=1)
     expected = logits(load_peft_on_rank(tiny_llama, other))
