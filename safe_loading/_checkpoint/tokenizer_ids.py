@@ -85,7 +85,7 @@ def tokenizer_findings(folder: Path, rows: int, known: Container[str] = ()) -> l
     return [fault("tokenizer-ids", folder, message, fix)]
 
 
-def warning_of_added_words(folder: Path, rows: int, base: Path | None = None) -> list[Finding]:
+def warning_of_added_words(folder: Path, rows: int, base: Path | None) -> list[Finding]:
     """Return the warning of a load: the tokenizer beside an adapter adds words for which the model has no rows.
 
     Words that the tokenizer in the folder of the base has, too, are the publisher's.

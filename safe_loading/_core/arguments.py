@@ -26,8 +26,8 @@ def model_source(value: object, argument: str, *classes: type) -> None:
     path_text(value, argument)
 
 
-def compute_capability(value: object, argument: str = "capability") -> None:
+def compute_capability(value: object) -> None:
     """Refuse any value but a compute capability: a pair of major and minor number."""
     numbers = value if isinstance(value, tuple) else ()
     if [type(number) for number in numbers] != [int, int]:
-        raise ArgumentError(f"{argument}={value!r:.80}: pass major and minor, for example (8, 0).")
+        raise ArgumentError(f"capability={value!r:.80}: pass major and minor, for example (8, 0).")

@@ -20,12 +20,8 @@ class OptimizerRule:
     factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
     paged: bool = False  # whether large moments are in pages that the driver moves to the host
 
-    def state_bytes(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> int:
-        """Return the bytes of state of one trainable parameter, step counters left out."""
-        return sum(self.state_parts(shape, itemsize, of_embedding=of_embedding))
-
-    def state_parts(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> list[int]:
-        """Return the bytes of each tensor of state of one trainable parameter, in the order in which they are made.
+    def state_parts(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool) -> list[int]:
+        """Return the bytes of each tensor of state of one trainable parameter, as they are made; counters are left out.
 
         The Trainer keeps the moments of embeddings in 32 bits where others have 8.
         """

@@ -71,7 +71,7 @@ class Checked:
 
 
 def check_on_meta(
-    meta_model: torch.nn.Module, adapters: Sequence[Adapter], advise: Callable[[], Sequence[str]] = list
+    meta_model: torch.nn.Module, adapters: Sequence[Adapter], advise: Callable[[], Sequence[str]]
 ) -> Checked | None:
     """Attach the adapters to a model on meta, so that a misfit is refused before the base is loaded.
 
@@ -110,7 +110,7 @@ def check_on_meta(
 
 
 def attach_checked(
-    base: torch.nn.Module, checked: Checked, devices: RankDevices, *, dtype: torch.dtype | None = None
+    base: torch.nn.Module, checked: Checked, devices: RankDevices, *, dtype: torch.dtype | None
 ) -> Attached | None:
     """Attach an adapter to a loaded base with the modules that peft built for it on meta.
 

@@ -31,8 +31,8 @@ def attach_alike(
     alike: Alike,
     devices: RankDevices,
     *,
-    dtype: torch.dtype | None = None,
-    strict: bool = True,
+    dtype: torch.dtype | None,
+    strict: bool,
 ) -> Attached:
     """Attach an adapter as the one before it; ``alike.snapshot`` undoes it."""
     name, config = adapter.name, adapter.config

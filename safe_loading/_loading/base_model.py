@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._model.layout.fit import misfits
-from safe_loading._model.layout.layout import CheckpointLayout, read_layout
+from safe_loading._model.layout.layout import CheckpointLayout
 from safe_loading._model.meta_model import build_on_meta
 from safe_loading._model.model_config import ignored_sizes, read_config
 from safe_loading._model.quantized.on_disk import without_passed_over
@@ -28,7 +28,7 @@ from .base_arguments import for_constructor, refuse_unknown
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
 
 
-def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
+def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None) -> PreTrainedConfig:
     """Return the base's config, from config.json or else from its GGUF file.
 
     Of the ``base_kwargs``, ``trust_remote_code`` and ``gguf_file`` matter here, and those that take the place of what
@@ -90,19 +90,15 @@ def check_fit(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
     adapters: Sequence[Adapter],
-    layout: CheckpointLayout | None = None,
-    *,
-    key_mapping: Mapping[str, str] | None = None,
+    layout: CheckpointLayout,
 ) -> None:
     """Refuse a base whose headers do not fill the model on meta, before a weight is read.
 
-    ``key_mapping`` is that argument of ``from_pretrained``. Quantized bases are left to transformers: their modules are
-    made by the quantizer during the load.
+    Quantized bases are left to transformers: their modules are made by the quantizer during the load.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return
     replaced = replaced_modules(adapters)
-    layout = layout or read_layout(model, checkpoint.tensors, key_mapping=key_mapping)
     problems = misfits(model, checkpoint, layout, lambda name: not replaced.isdisjoint(name.split(".")))
     if problems:
         raise CheckpointError(

@@ -28,7 +28,7 @@ from .peft_config import of_pattern
 class OldNames:
     """The places in a base of the keys that an adapter's file has, where its modules have other names now."""
 
-    def __init__(self, base: torch.nn.Module, known: Container[str] = ()) -> None:
+    def __init__(self, base: torch.nn.Module, known: Container[str]) -> None:
         self._base, self._known = base, known
         self._modules: frozenset[str] | None = None
         self._rename: Callable[[str], str] = str

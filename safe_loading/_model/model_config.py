@@ -22,7 +22,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def read_config(
-    folder: Path, *, trust_remote_code: bool = False, document: JsonObject | None = None, asked: Collection[str] = ()
+    folder: Path, *, trust_remote_code: bool, document: JsonObject | None, asked: Collection[str]
 ) -> PreTrainedConfig:
     """Return the config in a folder.
 
@@ -74,7 +74,7 @@ def read_generation_config(folder: Path, document: JsonObject | None = None) -> 
         ) from error
 
 
-def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False, asked: Collection[str] = ()) -> None:
+def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool, asked: Collection[str]) -> None:
     """Refuse a config from which no model must be built; the options are those of ``base_config_faults``."""
     faults = base_config_faults(path, document, trusted=trusted, asked=asked)
     faults += errors_of(quantization_findings(path, document, ()))

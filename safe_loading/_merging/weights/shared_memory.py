@@ -26,7 +26,7 @@ class SharedMemory:
     Modules whose path begins with one of ``replaced`` are left out: unloading throws them away.
     """
 
-    def __init__(self, model: torch.nn.Module, replaced: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, replaced: tuple[str, ...]) -> None:
         self._ranges: list[MemoryRange] = []
         for path, module in model.named_modules():
             if replaced and path.startswith(replaced):
