@@ -50,7 +50,6 @@ from .audit import (
     wrappers,
 )
 from .audit.audited_model import AuditedModel
-from .audit.dispatched import without_dispatch
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
@@ -246,7 +245,7 @@ def _check_steps(
     skipped: list[str] = []
     peaks, teachers = None, set[str]()
     # the kernels of quantized layers do not run on fake tensors, and neither do collectives
-    with with_stand_ins(audited.model), unsharded(audited.model), without_dispatch(audited.model):
+    with with_stand_ins(audited.model), unsharded(audited.model):
         if workload is not None:
             try:
                 for config in audited.adapter_configs.values():

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
 
 from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import HOST, Device
@@ -164,3 +165,25 @@ def _load_for_forward(
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
+
+
+def take_hooks_off(model: torch.nn.Module) -> tuple[str, ...]:
+    """Let no hook of ``dispatch_model`` or ``cpu_offload`` move tensors, until the caller puts ``forward`` back.
+
+    Returns:
+        What a trace of the model on one device assumes then; empty where nothing was hooked.
+    """
+    hooked = [m for m in model.modules() if "_old_forward" in vars(m) and _only_moves(vars(m).get("_hf_hook"))]
+    for module in hooked:
+        vars(module)["forward"] = vars(module)["_old_forward"]
+    if not hooked:
+        return ()
+    return (
+        f"accelerate has dispatched {type(model).__name__}: the figures are of one device that holds all of it, and "
+        f"those of each device are in plan_device_map(...).devices",
+    )
+
+
+def _only_moves(hook: ModelHook | None) -> bool:
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return all(isinstance(each, AlignDevicesHook) for each in hooks)

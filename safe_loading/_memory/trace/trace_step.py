@@ -28,7 +28,7 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import OwnGenerators, own_generators
 from safe_loading.errors import ArgumentError, TraceError
 
-from .accelerate_hooks import TracePlacement, install_hooks
+from .accelerate_hooks import TracePlacement, install_hooks, take_hooks_off
 from .adapter_starts import computed_starts, widened_adapters
 from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
@@ -143,6 +143,7 @@ def _traced(
         stack.enter_context(cuda_autocast(workload))
         stack.enter_context(job.joined())
         stack.enter_context(undone(Snapshot(model, others=hidden_modules(model)).restore))
+        dispatched = take_hooks_off(model)
         adapted = with_adapter(model, workload, where.left_on_host, prepare_for_kbit=prepare_for_kbit)
         running = stack.enter_context(adapted)
         where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
@@ -159,7 +160,7 @@ def _traced(
             if skipped.reached:
                 raise NotAlikeError("a layer may miss what another one makes") from error
             raise trace_error(running, workload, error, inputs) from error
-    assumptions = (*values.assumptions, *ledger.left_out)
+    assumptions = (*values.assumptions, *ledger.left_out, *(dispatched if placement is None else ()))
     allocations, events, calls = whole_step(ledger, skipped, assumptions)
     return StepTrace(
         workload=workload,
