@@ -72,6 +72,11 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
         for name, value in config.items()
         if name.endswith("_pattern") and name != "layers_pattern" and not isinstance(value, (dict, NoneType))
     ]
+    if _method(config) in _PROMPTS and config.get("task_type") is None:
+        problems.append(
+            "task_type is missing, without which peft leaves the prompt out and computes what the base does; add what "
+            'it was trained for, such as "task_type": "CAUSAL_LM"'
+        )
     return [*problems, *_lora_problems(config)] if _is_lora(config) else problems
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,21 @@ def test_a_later_prompt_is_refused_and_the_model_stays_as_it_was(tmp_path: Path)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("method", PROMPTS)
+def test_a_prompt_without_a_task_is_refused_and_loads_with_it(tmp_path: Path, method: str) -> None:
+    own, prompt = saved(tmp_path, method)
+    tokens = torch.arange(3, 11)[None]
+    file = prompt / "adapter_config.json"
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in document.items() if name != "task_type"}))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(own)
+    base_alone = plain(input_ids=tokens).logits
+    with_peft = peft.PeftModel.from_pretrained(plain, str(prompt))
+    assert torch.equal(with_peft(input_ids=tokens).logits, base_alone)  # as if there were no prompt
+    with pytest.raises(AdapterError, match=r'task_type is missing.*add .*"task_type": "CAUSAL_LM"'):
+        load_peft_on_rank(prompt, own)
+    assert not check_checkpoint(prompt, base_model=own).ok
+    file.write_text(json.dumps({**document, "task_type": "CAUSAL_LM"}))
+    assert not torch.equal(load_peft_on_rank(prompt, own)(input_ids=tokens).logits[:, -8:], base_alone)
