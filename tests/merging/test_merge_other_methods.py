@@ -201,15 +201,22 @@ def test_a_layer_that_an_adapter_leaves_alone_is_not_marked(tmp_path: Path, base
     assert torch.allclose(logits(model), expected, atol=1e-5)
 
 
-def test_what_depends_on_the_input_is_kept_as_an_adapter(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+@pytest.mark.parametrize(
+    "config", [peft.LilyConfig(**SQUARE, r=8), peft.PolyConfig(**SQUARE, task_type="CAUSAL_LM")], ids=["LILY", "POLY"]
+)
+def test_what_depends_on_the_input_is_kept_as_an_adapter(
+    tmp_path: Path, bases: dict[torch.dtype, Path], config: peft.PeftConfig
+) -> None:
     base = bases[torch.float32]
-    adapter = saved(tmp_path / "adapter", base, peft.LilyConfig(**SQUARE, r=8))
-    with pytest.raises(MergeError, match=r"LILY adds depends on the input, so no weight holds it\. Keep the adapter"):
+    adapter = saved(tmp_path / "adapter", base, config)
+    reason = rf"{config.peft_type.value} adds depends on the input, so no weight holds it\. Keep the adapter"
+    with pytest.raises(MergeError, match=reason):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     model: Any = load_peft_on_rank(base, adapter)
-    with pytest.raises(MergeError, match="not supported for Lily"):
+    with pytest.raises(MergeError, match=rf"q_proj: what {reason}\.$"):
         merge_lora_inplace(model)
-    logits(model)
+    tasks = {"task_ids": torch.zeros(1, dtype=torch.long)} if isinstance(config, peft.PolyConfig) else {}
+    model(input_ids=torch.arange(3, 11)[None], **tasks)
 
 
 @pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoraConfig])

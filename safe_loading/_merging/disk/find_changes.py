@@ -10,7 +10,7 @@ from safe_loading._core.names import method_name
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
-from safe_loading._merging.weights.other_tuners import KNOWN
+from safe_loading._merging.weights.other_tuners import DEPENDS_ON_THE_INPUT, KNOWN, of_the_input
 from safe_loading.errors import MergeError
 
 from .base_changing_init import REPEATABLE, init_kind
@@ -29,8 +29,6 @@ from .output_model import (
 from .place_edits import place_edits
 from .sources import MergeSources
 
-# peft's names of methods that merge nowhere: what their layers add is no function of the weight alone.
-_DEPENDS_ON_THE_INPUT = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
 # Methods whose layers peft cannot build, or not whole, without the values of the base.
 _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
@@ -103,8 +101,8 @@ def _refusals(adapter: Adapter) -> list[str]:
     method = _method(config)
     if config.is_prompt_learning:
         return [f"{folder}: its method, {method}, adds inputs and no weights, so it cannot be merged. Keep the adapter"]
-    if method in _DEPENDS_ON_THE_INPUT:
-        return [f"{folder}: what {method} adds depends on the input, so no weight holds it. Keep the adapter"]
+    if method in DEPENDS_ON_THE_INPUT:
+        return [f"{folder}: {of_the_input(method)}"]
     if not _is_merged_on_disk(config):
         return [
             f"{folder}: its method, {method}, is not merged on disk. Load it with load_peft_on_rank, merge it with "

@@ -25,6 +25,13 @@ _NAMES = (
     "SUPERTUNING TINYLORA UNILORA VBLORA VERA WAVEFT"
 )
 KNOWN = frozenset(PeftType[name] for name in _NAMES.split() if name in PeftType.__members__)
+# peft's names of methods that merge nowhere: what their layers add is no function of the weight alone.
+DEPENDS_ON_THE_INPUT = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
+
+
+def of_the_input(*methods: str) -> str:
+    """Return the reason why adapters of such methods are not merged."""
+    return f"what {', '.join(methods)} adds depends on the input, so no weight holds it. Keep the adapter"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from safe_loading._core.interrupts import HeldSignals, finish
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._model.formats.four_bit import decoded_rightly_on_the_cpu, undo_cpu_packing
 from safe_loading._model.peft_layers import TunerModule, is_lora_layer
@@ -22,7 +23,7 @@ from safe_loading.errors import MergeError
 from .dequantize import merged_rows, terms_of
 from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
-from .other_tuners import KNOWN, is_plain, merge_in_float64
+from .other_tuners import DEPENDS_ON_THE_INPUT, KNOWN, is_plain, merge_in_float64, of_the_input
 from .variants import CannotMergeError
 
 _SCRATCH_BYTES = 1 << 20  # of the exact sum, in float64
@@ -66,7 +67,7 @@ def merge_all_by_peft(
         if not isinstance(error, Exception):
             raise
         raise MergeError(
-            "peft cannot merge a layer; everything is as it was:", [f"{path}: {error or type(error).__name__}."]
+            "peft cannot merge a layer; everything is as it was:", [f"{path}: {_why_not(error, methods)}."]
         ) from error
     finish(backup.move_into_old_storage)
     offloaded.write_back(_base_tensors(jobs))
@@ -81,6 +82,12 @@ def merge_all_by_peft(
     fix = "none needed" + ("." if whole else "; for quantized weights, merging before the base is quantized is best.")
     found = Finding("merged-by-peft", "info" if whole else "warning", where, why, fix, backup.bytes)
     return [found, *_requantized(errors)]
+
+
+def _why_not(error: Exception, methods: Collection[object]) -> str:
+    """Return the reason why peft did not merge a layer; of some methods its own error is empty."""
+    of_input = sorted(DEPENDS_ON_THE_INPUT.intersection(map(method_name, methods)))
+    return of_the_input(*of_input) if of_input else str(error).rstrip(". ") or type(error).__name__
 
 
 def _as_it_is(job: LayerMerge) -> torch.nn.Module | None:
