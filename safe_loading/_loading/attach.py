@@ -34,6 +34,7 @@ from .inject import (
     with_own_config,
 )
 from .move_modules import move_modules
+from .old_names import with_new_names
 from .peft_config import without_targets
 from .prompts import foreign_prompt
 from .slots import own_tensor
@@ -88,7 +89,8 @@ def check_on_meta(
         if not builds_on_meta(adapter.config):  # needs the base's values; its tensors are matched as it is attached
             base, where = base_of(meta_model), adapter.facts.config_file
             foreign = foreign_prompt(adapter.config, base, where)
-            problems += [*errors_in(adapter.findings), *without_targets(adapter.config, base), *foreign]
+            config = with_new_names(adapter.config, adapter.renamed(base).old_names, base)
+            problems += [*errors_in(adapter.findings), *without_targets(config, base), *foreign]
             continue
         before = Snapshot(model)
         try:

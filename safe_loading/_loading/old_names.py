@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from copy import deepcopy
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -23,6 +23,10 @@ from safe_loading._model.peft_layers import outermost_tuner_layers, without_peft
 
 from .fused_parameters import fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
+
+
+# The patterns by which modules have values of their own, and the fields with that of all others, of any method.
+_OTHERWISE = {"rank_pattern": ("r",), "alpha_pattern": ("lora_alpha", "alpha"), "lambda_pattern": ("delora_lambda",)}
 
 
 class OldNames:
@@ -106,10 +110,38 @@ def with_new_names(config: PeftConfig, old: OldNames | None, base: torch.nn.Modu
         if by_old != {name for name in modules if check_target_module_exists(result, name)}:
             settings["target_modules"] = by_old
             settings |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
-        for field, otherwise in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-            if settings.get(field):
-                settings[field] = _of_modules(settings[field], settings[otherwise], by_old, old)
+        if settings.get("feedforward_modules"):  # of IA3, which scales the inputs of these
+            inputs = {name for name in by_old if _is_feedforward(config, old.old_name(name))}
+            if inputs != {name for name in by_old if _is_feedforward(result, name)}:
+                settings["feedforward_modules"] = inputs
+        if config.peft_type == PeftType.ADALORA:
+            settings["rank_pattern"] = _of_factors(settings.get("rank_pattern"), new_of)
+        for field, otherwise in _OTHERWISE.items():
+            default = next((settings[name] for name in otherwise if name in settings), None)
+            if settings.get(field) and default is not None and _is_of_values(settings[field]):
+                settings[field] = _of_modules(settings[field], default, by_old, old)
     return result if settings != vars(config) else config
+
+
+def _is_feedforward(config: PeftConfig, path: str) -> bool:
+    """Return whether IA3 scales the inputs of a module, as ``IA3Model._check_target_module_feedforward`` has it."""
+    modules = getattr(config, "feedforward_modules", None) or ()
+    return bool(re.fullmatch(modules, path)) if isinstance(modules, str) else path.endswith(tuple(modules))
+
+
+def _is_of_values(patterns: object) -> bool:
+    return isinstance(patterns, Mapping) and all(isinstance(value, (int, float)) for value in patterns.values())
+
+
+def _of_factors(ranks: Mapping[str, object] | None, new_of: Mapping[str, str]) -> dict[str, object] | None:
+    """Return AdaLoRA's mask of ranks, whose keys are names of factors (``...q_proj.lora_E``), by the new names."""
+    if not ranks:
+        return None
+    renamed = {}
+    for key, value in ranks.items():
+        path, dot, factor = key.partition(".lora_")
+        renamed[f"{new_of.get(path, path)}{dot}{factor}"] = value
+    return renamed
 
 
 def _renamed(names: Iterable[str], new_of: Mapping[str, str]) -> object:

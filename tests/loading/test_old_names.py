@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import tiny_models
 import torch
@@ -170,6 +171,77 @@ def test_patterns_and_full_names_speak_of_the_old_names(tmp_path: Path, name: st
     load_adapter_on_rank(model, adapter, "default", hotswap=True)
     merge_lora_inplace(model).save_pretrained(tmp_path / "again")
     assert_adds(tmp_path / "again", base, truth)
+
+
+OTHER_METHODS = {
+    "LOHA": peft.LoHaConfig(
+        r=RANK, alpha=ALPHA, target_modules=["q_proj", "v_proj"], alpha_pattern={"layers.1.attention.q_proj": 7}
+    ),
+    "IA3": peft.IA3Config(target_modules=["q_proj", "fc2"], feedforward_modules=["fc2"]),
+    "OFT": peft.OFTConfig(oft_block_size=4, r=0, target_modules=["q_proj"]),
+    "ADALORA": peft.AdaLoraConfig(init_r=4, target_r=RANK, total_step=9, target_modules=["q_proj"]),
+}
+
+
+@needs("transformers", "5.23")  # where the layers of ViT have the names of Llama's
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_adapters_of_other_methods_are_placed_too(tmp_path: Path, method: str) -> None:
+    kind: Any = transformers.ViTForImageClassification
+    tiny_models.saved("ViTForImageClassification", tmp_path / "base")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(kind.from_pretrained(tmp_path / "base"), OTHER_METHODS[method])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    if method == "ADALORA":
+        kept = [True, False, True, True]
+        path = "vit.layers.0.attention.q_proj.lora_E"
+        model.peft_config["default"].rank_pattern = {path: kept, path.replace(".0.", ".1."): kept[::-1]}
+        model.base_model.resize_modules_by_rank_pattern(model.peft_config["default"].rank_pattern, "default")
+    model.save_pretrained(str(tmp_path / "new"))
+    truth = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), str(tmp_path / "new"))
+    old = faults.edited(tmp_path / "new", tmp_path / "old", tensors=_with_old_names, config=_names_old_modules)
+    later = load_peft_on_rank(tmp_path / "base", {"first": tmp_path / "new"})
+    load_adapter_on_rank(later, old, "default")
+    later.set_adapter("default")
+    pixels = torch.randn(1, 3, 32, 32)
+    expected = truth.eval()(pixel_values=pixels).logits
+    for found in (
+        load_peft_on_rank(tmp_path / "base", old),
+        load_peft_on_rank(kind.from_pretrained(tmp_path / "base"), old),
+        later,
+    ):
+        assert torch.equal(found.eval()(pixel_values=pixels).logits, expected)
+
+
+def _old_name(name: str) -> str:
+    for new, old in {
+        "vit.layers.": "vit.encoder.layer.",
+        "attention.q_proj": "attention.attention.query",
+        "attention.v_proj": "attention.attention.value",
+        "mlp.fc2": "output.dense",
+    }.items():
+        name = name.replace(new, old)
+    return name
+
+
+def _with_old_names(tensors: Tensors) -> None:
+    renamed = {_old_name(name): tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors.update(renamed)
+
+
+def _names_old_modules(config: dict[str, Any]) -> None:
+    last = {"q_proj": "query", "v_proj": "value", "fc2": "output.dense"}
+    for field in ("target_modules", "feedforward_modules"):
+        if field in config:
+            config[field] = [last[name] for name in config[field]]
+    for field in ("rank_pattern", "alpha_pattern"):
+        if config.get(field):
+            config[field] = {
+                _old_name(name).replace("layers.1.", "layer.1."): value for name, value in config[field].items()
+            }
 
 
 def test_the_same_without_the_table_is_a_key_mapping(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
