@@ -24,7 +24,6 @@ from safe_loading._model.peft_layers import outermost_tuner_layers, without_peft
 from .fused_parameters import fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
 
-
 # The patterns by which modules have values of their own, and the fields with that of all others, of any method.
 _OTHERWISE = {"rank_pattern": ("r",), "alpha_pattern": ("lora_alpha", "alpha"), "lambda_pattern": ("delora_lambda",)}
 

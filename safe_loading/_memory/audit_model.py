@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import Finding, worst_first
 from safe_loading._core.workload import Workload
-from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
+from safe_loading._loading.peft_config import refuse_costly_patterns
 from safe_loading._model.quantized.kbit_preparation import (
     KbitPreparation,
     check_preparation,
@@ -59,6 +58,7 @@ from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
+from .trace.attached_adapter import attach_without_values
 from .trace.read_adapter import read_adapter, with_read_adapter
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
@@ -291,7 +291,6 @@ def _build_on_meta(
     else:
         config, fitted = copy.copy(adapter), contextlib.nullcontext()
     config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
-    with injecting(adapter, made.model), as_trained(config), fitted:
-        attached = get_peft_model(made.model, config)
+    attached = attach_without_values(made.model, config, adapter, fitted)
     prepare_adapter(attached, preparation)
     return attached, None if workload is None else workload.replace(adapter=None)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
 import pytest
 import torch
 from models import SIZES
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from silent_scripts import HIDDEN, LORA, adamw, adapted, base
 from test_audit_model import codes
 from torch import nn
@@ -16,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from safe_loading import Transparent, Workload, audit_model, wrap_transparent
+from safe_loading import Transparent, Workload, audit_model, meta_model, wrap_transparent
 
 STEP = Workload.train(2, 16)
 
@@ -289,3 +297,21 @@ def test_heads_that_take_turns_are_trained() -> None:
     model = Alternates()
     assert codes(model, STEP) == {}
     assert model.steps == 0
+
+
+WITHOUT_VALUES: dict[str, PeftConfig] = {
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "encoder": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+    "saved head": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"]),
+    "mica": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="mica"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_VALUES)
+def test_an_adapter_on_a_model_without_values_is_saved_as_on_one_with_them(name: str) -> None:
+    config = LlamaConfig(**SIZES, dtype="bfloat16")
+    step = Workload.train(2, 16, adapter=copy.deepcopy(WITHOUT_VALUES[name]))
+    assert audit_model(config, step).findings == ()
+    if name != "mica":  # which peft itself computes of values
+        assert codes(get_peft_model(meta_model(config), copy.deepcopy(WITHOUT_VALUES[name])), STEP) == {}

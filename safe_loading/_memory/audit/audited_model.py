@@ -120,6 +120,11 @@ class AuditedModel:
         model: Any = self.adapted  # peft's type is of a PeftModel, and transformers calls it with a model of its own
         saved = {}
         for adapter in model.peft_config:
+            parts = self._parts_of_prompt(adapter)
+            if any(p.is_meta for p in parts.values()):  # peft computes the prompt, and copies it to the host
+                kept = f".modules_to_save.{adapter}."
+                saved[adapter] = {name: p for name, p in self.parameters.items() if kept in name} | parts
+                continue
             # matched by storage, because the keys that peft writes are not the model's names
             try:
                 with torch.no_grad():
@@ -130,7 +135,7 @@ class AuditedModel:
                 continue
             storages = {value.untyped_storage()._cdata for value in state.values()}
             saved[adapter] = {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
-            saved[adapter] |= self._parts_of_prompt(adapter)
+            saved[adapter] |= parts
         return saved
 
     def _parts_of_prompt(self, adapter: str) -> dict[str, torch.nn.Parameter]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 import torch
-from peft import LoraConfig, LoraRuntimeConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, LoraRuntimeConfig, PeftConfig, PeftModel, get_peft_model
 
 from safe_loading._core.workload import Workload
 from safe_loading._loading.allocation_limit import allocation_limit
@@ -61,6 +61,22 @@ def with_adapter(
     if config is not adapter:
         refuse_costly_patterns(config, model, adapter)
         config.inference_mode = workload.kind != "train"  # a saved config has True, with which nothing would be trained
+    wrapped = attach_without_values(model, config, adapter, fitted, left_on_host)
+    prepare_adapter(wrapped, prepare_for_kbit)
+    yield wrapped
+
+
+def attach_without_values(
+    model: torch.nn.Module,
+    config: PeftConfig,
+    adapter: object,
+    fitted: contextlib.AbstractContextManager[None],
+    left_on_host: set[str] | None = None,
+) -> PeftModel:
+    """Return the model with an adapter of this config, its tensors stand-ins on ``meta`` while peft builds.
+
+    ``adapter`` names it in errors, and ``fitted`` is the context in which its config fits the model.
+    """
     config = _as_attached(config)
     # Only LoRA's modules are the same when they are made on meta. Other methods compute with what they make, such as
     # BOFT its permutations, and peft moves and casts it (AdaLoRA's ranks become trainable): made on the host, a layer
@@ -80,13 +96,12 @@ def with_adapter(
         mamba_outputs_adapted(config),
         limit,
     ):
-        wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+        wrapped: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
         if left_on_host is not None:
             left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")
     for name in wrapped.peft_config:
         skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
-    prepare_adapter(wrapped, prepare_for_kbit)
-    yield wrapped
+    return wrapped
 
 
 def _config_on(
