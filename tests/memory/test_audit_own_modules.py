@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from test_audit_model import Wrapper, adapted, base, codes
 from torch import nn
@@ -62,6 +62,18 @@ def test_adapters_that_peft_cannot_save_beside_one_another_are_named() -> None:
     assert "a base of its own" in found.fix
     assert "SL104" not in codes(get_peft_model(base(), LoraConfig(**LORA, trainable_token_indices=[1, 2])))
     assert "SL104" not in codes(named("default"))
+
+
+def test_ranks_that_adalora_trains_and_does_not_save_are_frozen_as_advised() -> None:
+    """peft moves the count of ranks to the dtype or device of its layer, after which it requires gradients."""
+    model = get_peft_model(base().to(torch.bfloat16), AdaLoraConfig(target_modules=["q_proj"], total_step=9))
+    found = codes(model)["SL104"]
+    assert "ranknum" in found.where
+    assert found.fix.startswith("freeze them with requires_grad_(False)")
+    for name, parameter in model.named_parameters():
+        if ".ranknum." in name:
+            parameter.requires_grad_(False)
+    assert {"SL103", "SL104"}.isdisjoint(codes(model))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
         found = counted(len(unsaved), "trained parameter")
         message = f"save_pretrained of the adapter does not write {found}."
         fix = "name their modules in modules_to_save, or attach new heads with attach_head."
+        if _is_counted_by_peft(audited, unsaved.values()):
+            fix = "freeze them with requires_grad_(False): peft writes them in no file, and counts them at each load."
         yield Finding("SL104", "error", first_names(unsaved), message, fix, size_of(unsaved.values()))
     for adapter, told in audited.unsavable.items():  # peft saves all or none
         message = f"save_pretrained writes no adapter: of {adapter!r} it raises {told}."
@@ -69,6 +71,14 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
         )
         fix = "load the adapter with is_trainable=True, and make it the active one before training."
         yield Finding("SL105", "warning", first_names(untrained), message, fix, size_of(untrained.values()))
+
+
+def _is_counted_by_peft(audited: AuditedModel, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Return whether all are numbers that peft's layers keep as parameters: AdaLoRA's ranks, where they were moved."""
+    layers = [m for m in audited.inner.modules() if isinstance(m, BaseTunerLayer)]
+    kept = [getattr(layer, name, None) for layer in layers for name in layer.other_param_names]
+    own = {id(p) for each in kept if isinstance(each, torch.nn.ParameterDict) for p in each.parameters()}
+    return own.issuperset(map(id, parameters))
 
 
 def _set_aside(audited: AuditedModel) -> set[int]:
