@@ -115,6 +115,7 @@ PATCHED = {
     "_model/quantized/patterns.py": "transformers compiles each pattern for each module",
     "_ranks/own_generators.py": "torch.random is functions of one generator; draws are taken by a mode",
     "_sharding/load_at_prepare.py": "the caller's own from_pretrained is to read no weights",
+    "_sharding/weightless.py": "transformers initializes a model before from_pretrained gives it back",
 }
 
 

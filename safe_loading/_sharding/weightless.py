@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.engines import is_integrated
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.formats.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
 from safe_loading._model.layout.checkpoint_source import CheckpointSource
 from safe_loading._model.layout.ties import untie_as_in_folder
@@ -87,7 +88,8 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
     options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
     quantization = options.pop("quantization_config", None)
-    model, info = load(kind, **options, device_map="meta", output_loading_info=True)
+    with _initialized_later(kind):
+        model, info = load(kind, **options, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None or is_integrated(model):
         raise _not_as_they_are(name)
     if quantization is not None:
@@ -189,20 +191,47 @@ def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: Checkp
             empty = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="cpu")
             new.append(nn.Parameter(empty, requires_grad=each.tensor.requires_grad))
             each.put(new[-1])
-    if new:
-        _initialize(model, new)
-    for each in parameters_of(model):
-        if isinstance(each.tensor, WeightlessParameter):
-            note_origin(each.tensor, FolderTensor(source, each.name))
+    if source is not None:  # else nothing can be read, and the wrap tells why
+        _note_origins(model, source)
+    _initialize(model, new)
+    if source is None:
+        _note_origins(model, source)
     for each in buffers_of(model):
         # few bytes, which no cast, copy or move by the script can lose
         if source is not None and each.is_meta and each.persistent and source.stored_as(each.name) is not None:
             each.put(FolderTensor(source, each.name).read(each.tensor))
 
 
+def _note_origins(model: PreTrainedModel, source: CheckpointSource | None) -> None:
+    for each in parameters_of(model):
+        if isinstance(each.tensor, WeightlessParameter):
+            note_origin(each.tensor, FolderTensor(source, each.name))
+
+
+@contextlib.contextmanager
+def _initialized_later(kind: type[PreTrainedModel]) -> Iterator[None]:
+    """Leave the initialization of a model on meta to :func:`_initialize`, once its tensors are on the host.
+
+    Some classes draw first values of parameters that were loaded (``A_log`` of Qwen3-Next), and throw them away. On
+    meta they would draw none, and what a script draws afterwards, an adapter for one, would be other numbers.
+    """
+    method = "_initialize_missing_keys"
+    of_engine = seen_here(PreTrainedModel, method)
+
+    def initialize(model: PreTrainedModel, *args: Any, **options: Any) -> None:
+        if type(model) is not kind:  # one that is loaded inside of it
+            of_engine(model, *args, **options)
+
+    with patched(PreTrainedModel, method, initialize):
+        yield
+
+
 @torch.no_grad()
 def _initialize(model: PreTrainedModel, new: Iterable[nn.Parameter]) -> None:
-    """Let transformers initialize parameters that no file has, as it does after it has loaded the others."""
+    """Let transformers initialize parameters that no file has, as it does after it has loaded the others.
+
+    Without any it still draws what it does for a model that was loaded whole.
+    """
     made = {id(parameter) for parameter in new}
     for module in model.modules():
         vars(module).pop(_FLAG, None)
