@@ -151,7 +151,7 @@ def wrap(
 
     for unit in units:
         is_root = unit.modules == ("",)
-        if is_root and (base := base_of_adapters(model)) is not None:
+        if is_root and (base := base_of_adapters(model)) is not None and not _shares_with_outside(base, model):
             # A unit of its own, so that it still gathers its parameters when peft gives it back without the adapters.
             # Kept as a root is, which torch decides for the root alone.
             shard([base], False)
@@ -160,6 +160,17 @@ def wrap(
             [modules[name] for name in unit.modules],
             None if is_root else False if unit.keeps else reshard_after_forward,
         )
+
+
+def _shares_with_outside(base: nn.Module, model: nn.Module) -> bool:
+    """Return whether parameters of the base are those of modules around it too: one unit takes both places of them.
+
+    So are vectors that peft keeps once for all layers (VB-LoRA, Uni-LoRA, TinyLoRA).
+    """
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is base)
+    named = [(name, id(each)) for name, each in model.named_parameters(remove_duplicate=False)]
+    inside = {each for name, each in named if name.startswith(prefix)}
+    return any(each in inside for name, each in named if not name.startswith(prefix))
 
 
 def let_generate_wait(model: nn.Module) -> None:

@@ -20,6 +20,9 @@ METHODS = {
         task_type=TASK, token_indices=[3, 5], target_modules=["embed_tokens"]),
     "LoRA with tokens": lambda: LoraConfig(
         task_type=TASK, r=4, target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+    # vectors that all layers share, of which peft keeps the one place outside of the base
+    "VB-LoRA": lambda: VBLoRAConfig(
+        task_type=TASK, r=2, num_vectors=8, vector_length=6, topk=2, target_modules=["q_proj"]),
 }
 """
 SCRIPT = f"""
@@ -28,7 +31,7 @@ import torch, torch.distributed as dist
 warnings.simplefilter("ignore")
 from accelerate.state import AcceleratorState
 from peft import (IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig,
-    TrainableTokensConfig, get_peft_model)
+    TrainableTokensConfig, VBLoRAConfig, get_peft_model)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
