@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from peft import AdaLoraModel, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from safe_loading._core.names import method_name
+from safe_loading._core.names import canonical, method_name
 from safe_loading.errors import ArgumentError
 
 from .moved_units import units_stay
 
+# Layers, and variants of LoRA, that read the weights of the modules in a layer, by the names that users know.
+_READ_PAST_FORWARD = {
+    "DoraLinearVariant": "DoRA",
+    "_DoraConvNdVariant": "DoRA",
+    "VeloraLinearVariant": "VeLoRA",
+    "MontecloraLinearVariant": "MonteCLoRA",
+    "PeanutLayer": "PEANuT",
+}
 _MERGES = ("merge_and_unload", "merge_adapter")
 _ROAD = (
     "Save the adapter with save_pretrained on every rank, and merge it on disk with merge_lora_checkpoint(base, "
@@ -34,6 +43,42 @@ def past_hooks(model: nn.Module) -> list[str]:
         for name, module in of_task
         if isinstance(module.base_model, AdaLoraModel)
     ]
+
+
+def past_flat_units(model: nn.Module) -> list[str]:
+    """Return the adapters that fail in the first forward pass under FSDP1, each with a fix.
+
+    An adapter of another dtype than its base becomes a unit, and nothing gathers what peft reads past its forward.
+    LoRA of parameters puts another tensor in the place of one that is a view of a flat parameter.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and (reason := _reason_against_flat_units(layer)) is not None:
+            found.setdefault(reason, []).append(canonical(name))
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}. Use version=2."
+        for reason, names in found.items()
+    ]
+
+
+def _reason_against_flat_units(layer: BaseTunerLayer) -> str | None:
+    if type(layer).__name__ == "ParamWrapper":
+        return "target_parameters replaces a parameter while the layer runs, and FSDP1's are views of a flat one"
+    kind = _kind_read_past_forward(layer)
+    base = {id(each): each.dtype for each in layer.get_base_layer().parameters()}
+    apart = {each.dtype for each in layer.parameters() if id(each) not in base} - {*base.values()}
+    if kind is None or not apart:
+        return None
+    return (
+        f"peft reads the weights of {kind} past their forward, and as {', '.join(sorted(map(str, apart)))} over a base "
+        f"of another dtype they are FSDP1 units of their own"
+    )
+
+
+def _kind_read_past_forward(layer: BaseTunerLayer) -> str | None:
+    variants: Mapping[str, object] = getattr(layer, "lora_variant", None) or {}
+    classes = [each.__name__ for inside in (layer, *variants.values()) for each in type(inside).__mro__]
+    return next((_READ_PAST_FORWARD[name] for name in classes if name in _READ_PAST_FORWARD), None)
 
 
 def guard_merges(model: nn.Module, version: int) -> None:

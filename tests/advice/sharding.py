@@ -25,6 +25,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_adalora_of_a_task_cannot_run_on_shards_and_the_roads_can",
         "Save the adapter with save_pretrained": f"{_AFTER}"
         "test_merges_that_would_be_lost_are_refused_and_the_road_is_right",
+        "Use version=2": _SHARDED,
     },
     "_sharding/added_after_wrap.py": {
         "Attach this adapter first": _PEFT,

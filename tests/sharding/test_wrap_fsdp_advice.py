@@ -67,6 +67,12 @@ def zero(module: nn.Module) -> None:
     nn.init.zeros_(any_of(module).bias)
 
 
+def adapted(folder: Path, **options: Any) -> Any:
+    """A base in bfloat16 with a LoRA, which peft keeps in float32."""
+    base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return get_peft_model(base, LoraConfig(r=2, **{"target_modules": ["q_proj", "v_proj"], **options}))
+
+
 class Case(NamedTuple):
     """A call that is refused, the advice, and the calls that take it; each gets the folder of a model."""
 
@@ -93,6 +99,16 @@ CASES: dict[str, Case] = {
         lambda f: wrapped(f, init_new=3),
         "pass a function that initializes a module",
         (lambda f: wrapped(f, init_new=zero),),
+    ),
+    "DoRA over a base of another dtype under FSDP1": Case(
+        lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True), version=1),
+        r"weights of DoRA past their forward, .* units of their own\. Use version=2\.",
+        (lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True)), lambda f: wrap_fsdp_meta_safe(adapted(f), version=1)),
+    ),
+    "LoRA of parameters under FSDP1": Case(
+        lambda f: wrap_fsdp_meta_safe(adapted(f, target_modules=[], target_parameters=["q_proj.weight"]), version=1),
+        r"target_parameters replaces a parameter .*\. Use version=2\.",
+        (lambda f: wrap_fsdp_meta_safe(adapted(f, target_modules=[], target_parameters=["q_proj.weight"])),),
     ),
     "freed or not": Case(
         lambda f: wrapped(f, reshard_after_forward="yes"),
