@@ -76,7 +76,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
                 for tensor, parameter in by_tensor.items()
                 if isinstance(tensor, nn.Parameter) and any(_matches(entry, name) for name in parameter.names)
             }
-        if not matches:
+        if not matches and not (isinstance(entry, nn.Module) and not own):  # a norm without weights has none to keep
             what = entry if isinstance(entry, str) else f"a {type(entry).__name__}"
             problems.append(f"{what}: matches no parameter of the model")
         matched |= matches

@@ -192,3 +192,13 @@ def test_the_caller_decides_by_class_name_pattern_or_predicate() -> None:
         plan_units(Custom(), ["blocks"])
     with pytest.raises(ArgumentError, match="auto_wrap_policy=3"):
         plan_units(Custom(), 3)  # type: ignore[arg-type]
+
+
+def test_a_module_without_parameters_may_be_ignored() -> None:
+    """As a pattern of accelerate's ignored_modules finds it (the norms of Llama 4 in its attention)."""
+    model = Custom()
+    bare = model.bare = nn.Identity()  # type: ignore[assignment]  # an attribute that the class does not name
+    assert ignored_parameters(model, [bare, model.embed]) == {model.embed.weight}
+    assert ignored_parameters(model, bare) == set()
+    with pytest.raises(ArgumentError, match="a Linear: matches no parameter of the model"):
+        ignored_parameters(model, nn.Linear(2, 2))
