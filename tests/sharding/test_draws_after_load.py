@@ -1,4 +1,4 @@
-"""The random numbers after from_pretrained in load_at_prepare: those of a plain run, so that an adapter starts as there.
+"""Random numbers drawn after from_pretrained in load_at_prepare: those of a plain run, so that adapters start alike.
 
 Some classes draw first values for parameters that the folder has, and throw them away.
 """

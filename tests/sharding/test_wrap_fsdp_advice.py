@@ -103,7 +103,10 @@ CASES: dict[str, Case] = {
     "DoRA over a base of another dtype under FSDP1": Case(
         lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True), version=1),
         r"weights of DoRA past their forward, .* units of their own\. Use version=2\.",
-        (lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True)), lambda f: wrap_fsdp_meta_safe(adapted(f), version=1)),
+        (
+            lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True)),
+            lambda f: wrap_fsdp_meta_safe(adapted(f), version=1),
+        ),
     ),
     "LoRA of parameters under FSDP1": Case(
         lambda f: wrap_fsdp_meta_safe(adapted(f, target_modules=[], target_parameters=["q_proj.weight"]), version=1),
