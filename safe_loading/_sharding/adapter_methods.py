@@ -53,7 +53,7 @@ def past_flat_units(model: nn.Module) -> list[str]:
     """
     found: dict[str, list[str]] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer) and (reason := _reason_against_flat_units(layer)) is not None:
+        if (reason := _reason_against_flat_units(layer)) is not None:
             found.setdefault(reason, []).append(canonical(name))
     return [
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}. Use version=2."
@@ -61,7 +61,9 @@ def past_flat_units(model: nn.Module) -> list[str]:
     ]
 
 
-def _reason_against_flat_units(layer: BaseTunerLayer) -> str | None:
+def _reason_against_flat_units(layer: nn.Module) -> str | None:
+    if not isinstance(layer, BaseTunerLayer):
+        return None
     if type(layer).__name__ == "ParamWrapper":
         return "target_parameters replaces a parameter while the layer runs, and FSDP1's are views of a flat one"
     kind = _kind_read_past_forward(layer)
