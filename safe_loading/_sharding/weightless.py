@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_enabled
 
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.model_folder import ModelFolder
@@ -193,7 +194,8 @@ def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: Checkp
             each.put(new[-1])
     if source is not None:  # else nothing can be read, and the wrap tells why
         _note_origins(model, source)
-    _initialize(model, new)
+    if new or not is_fsdp_enabled():
+        _initialize(model, new)
     if source is None:
         _note_origins(model, source)
     for each in buffers_of(model):
@@ -219,7 +221,8 @@ def _initialized_later(kind: type[PreTrainedModel]) -> Iterator[None]:
     of_engine = seen_here(PreTrainedModel, method)
 
     def initialize(model: PreTrainedModel, *args: Any, **options: Any) -> None:
-        if type(model) is not kind:  # one that is loaded inside of it
+        # one that is loaded inside of it; or any, where cpu_ram_efficient_loading has its own marks of what is there
+        if type(model) is not kind or is_fsdp_enabled():
             of_engine(model, *args, **options)
 
     with patched(PreTrainedModel, method, initialize):
