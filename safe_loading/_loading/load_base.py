@@ -16,7 +16,7 @@ from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
+from safe_loading._model.embeddings_and_head import tied_ends_of
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.quantized.request import packs_on_device
 from safe_loading._model.zero3 import splits_new_models
@@ -141,9 +141,10 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
 
 def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
     """Return a finding when the config ties two weights whose stored values differ, which transformers only logs."""
-    if not wants_tie(model):
+    ends = tied_ends_of(model)
+    if ends is None:
         return []
-    embedding, head = embeddings_and_head_of(model).weights
+    embedding, head = ends.weights
     if embedding is None or head is None or embedding is head:
         return []
     names = {id(weight): name for name, weight in model.named_parameters()}

@@ -31,24 +31,28 @@ def embeddings_and_head_of(model: object) -> EmbeddingsAndHead:
     return EmbeddingsAndHead(_ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings"))
 
 
-def wants_tie(model: object) -> bool:
-    """Return whether config and class tie the head to another weight, whether or not the model holds it tied now.
+def tied_ends_of(model: object) -> EmbeddingsAndHead | None:
+    """Return the head and the embeddings that config and class tie it to, whether or not they hold it tied now.
 
-    The flag ``tie_word_embeddings`` alone does not decide: some classes never tie (CPM-Ant), and where configs are
-    nested, it is the one of the class that counts (Qwen3-VL).
+    None where nothing ties the head. The flag ``tie_word_embeddings`` alone does not decide: some classes never tie
+    (CPM-Ant), and where configs are nested, it is the one of the class that counts (Qwen3-VL). The embeddings are those
+    of the pair and not always the input's: the head of T5Gemma is tied to the decoder's, and its encoder has others.
     """
-    head = embeddings_and_head_of(model).head
-    if head is None or not isinstance(model, torch.nn.Module):
-        return False
+    embeddings, head = embeddings_and_head_of(model)
     expand: Callable[..., Mapping[str, str]] | None = getattr(model, "get_expanded_tied_weights_keys", None)
-    if expand is None:
-        return False
-    names = {f"{path}.weight" for path, module in model.named_modules(remove_duplicate=False) if module is head}
+    if head is None or expand is None or not isinstance(model, torch.nn.Module):
+        return None
+    paths = dict(model.named_modules(remove_duplicate=False))
+    names = {f"{path}.weight" for path, module in paths.items() if module is head}
     try:
         pairs = expand(all_submodels=True).items()
     except ValueError:  # a pattern of the class matches no parameter, because a tuner renamed it
-        return False
-    return any(names.intersection(pair) for pair in pairs)
+        return None
+    others = {name for pair in pairs if names.intersection(pair) for name in pair} - names
+    partners = [module for path, module in paths.items() if f"{path}.weight" in others]
+    if not others:
+        return None
+    return EmbeddingsAndHead(embeddings if embeddings in partners or not partners else partners[0], head)
 
 
 def computes_by_tie_flag(model: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.dtypes import dtype_named
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of, tied_ends_of
 from safe_loading._model.quantized.recognize import is_quantized
 
 from .audited_model import AuditedModel, has_values, size_of
@@ -121,9 +121,9 @@ def _float32_base(audited: AuditedModel, first: str, extra: int) -> Iterator[Fin
 
 def check_ties(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when embeddings that the config ties are two tensors."""
-    if audited.base is None or not wants_tie(audited.base):
+    parts = tied_ends_of(audited.base)
+    if parts is None:
         return
-    parts = embeddings_and_head_of(audited.base)
     first, second = parts.weights
     if first is None or second is None or first.shape != second.shape:
         return

@@ -10,7 +10,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from safe_loading._core.engines import forget_adapters
 from safe_loading._core.report import Finding
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
+from safe_loading._model.embeddings_and_head import tied_ends_of
 from safe_loading._model.peft_layers import is_tuner_layer
 
 from .release_ties import release_ties
@@ -58,9 +58,9 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             hand_hooks_on(of_peft[path], module)
     forget_adapters(base)
     forget_names_of_adapter(base)
-    if not wants_tie(base):
+    modules = tied_ends_of(base)
+    if modules is None:
         return base, []
-    modules = embeddings_and_head_of(base)
     embedding, head = modules.weights
     if embedding is None or head is None or embedding.data_ptr() == head.data_ptr():
         return base, []
