@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from safe_loading._core.interrupts import HeldSignals
 
+from .ctc_loss import outputs_of_ctc_loss, scratch_of_ctc_loss
 from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
@@ -107,7 +108,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             self.ledger.reuse_storage(call.args[0], out)
             return out
         made = list(tensors_in((out,)))
-        scratch = scratch_of(call, made[:1])
+        scratch = scratch_of(call, made[:1]) or scratch_of_ctc_loss(call)
         taken = self._take(call, scratch, made) if scratch and func in SCRATCH_FIRST else None
         # dropout_cuda makes its mask before its output
         for tensor in made if func is not aten.native_dropout.default else reversed(made):
@@ -126,6 +127,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def _run(self, call: OperationCall) -> object:
         if changes_a_list(call.func):
             return None
+        if (of_texts := outputs_of_ctc_loss(call, self.values)) is not None:
+            return of_texts
         key = self._cache.key(call)
         out = NEW if key is None else self._cache.recall(key, call)
         if out is not NEW:

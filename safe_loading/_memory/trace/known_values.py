@@ -83,6 +83,14 @@ class KnownValues:
         with _on_real_tensors():
             return bool((value == number).all())
 
+    def numbers(self, fake: torch.Tensor) -> list[int] | None:
+        """Return the elements of a list of integers, or None where they are unknown."""
+        value = self.get(fake)
+        if value is None:
+            return None
+        with _on_real_tensors():
+            return [int(number) for number in value.tolist()]
+
     def set_last(self, fake: torch.Tensor, number: int) -> None:
         """Set the last element of each row of a fake tensor to `number`, if its value is known."""
         value = self.get(fake)
