@@ -108,10 +108,19 @@ def checked_class(model_class: ModelClass, config: PreTrainedConfig) -> ModelCla
         own: Any = getattr(model_class, "config_class", None)
         raise ArgumentError(
             f"auto_class={model_class.__name__} is for a {own.__name__}, and the base's config.json "
-            f"is a {type(config).__name__}. Pass the class of the base, or an auto class such as "
-            f"transformers.AutoModelForCausalLM."
+            f"is a {type(config).__name__}. {_road_to(model_class, own, config)}"
         )
     return loader
+
+
+def _road_to(model_class: ModelClass, own: type, config: PreTrainedConfig) -> str:
+    """Return the advice for a class of another config: a part of the base (a tower of CLIP) can be saved alone."""
+    if any(isinstance(getattr(config, name, None), own) for name in config.sub_configs):
+        return (
+            f"Pass the folder of that part of the base alone, which "
+            f"{model_class.__name__}.from_pretrained(base).save_pretrained(folder) writes."
+        )
+    return "Pass the class of the base, or an auto class such as transformers.AutoModelForCausalLM."
 
 
 def for_constructor(unused: EngineKwargs) -> dict[str, object]:

@@ -71,6 +71,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass for example transformers.AutoModelForCausalLM": "loading/test_base_arguments.py::"
         "test_dtypes_and_classes_by_name",
         "Pass the class of the base": "loading/test_base_arguments.py::test_dtypes_and_classes_by_name",
+        "Pass the folder of that part of the base alone": (
+            "loading/test_base_arguments.py::test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own"
+        ),
         "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
     },
     "_loading/base_model.py": {

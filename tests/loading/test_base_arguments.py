@@ -15,9 +15,25 @@ from faults import adapters as faults
 from loaded_models import TOKENS, logits, two_steps
 from models import Made, save_adapter
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from tiny_models import saved
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    CLIPVisionModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+)
 
-from safe_loading import AdapterError, ArgumentError, EngineError, load_adapter_on_rank, load_peft_on_rank
+from safe_loading import (
+    AdapterError,
+    ArgumentError,
+    EngineError,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+)
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +202,25 @@ def test_a_package_that_the_attention_needs_is_named_and_not_the_config(tiny_lla
         load_peft_on_rank(tiny_llama, tiny_adapter, attn_implementation="flash_attention_2")
     assert "config.json" not in str(caught.value)
     assert load_peft_on_rank(tiny_llama, tiny_adapter, attn_implementation="sdpa").load_report.ok
+
+
+def test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own(tmp_path: Path) -> None:
+    """transformers takes the config of a tower out of that of the whole, and its weights out of the same files."""
+    saved("CLIPModel", tmp_path / "whole")
+    tower = CLIPVisionModel.from_pretrained(tmp_path / "whole")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    trained = peft.get_peft_model(tower, config)
+    trained.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ArgumentError, match=r"CLIPVisionModel\.from_pretrained\(base\)\.save_pretrained\(folder\)"):
+        load_peft_on_rank(tmp_path / "whole", tmp_path / "adapter", auto_class=CLIPVisionModel)
+    CLIPVisionModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "tower")
+    model = load_peft_on_rank(tmp_path / "tower", tmp_path / "adapter")
+    assert model.load_report.ok
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
+    merge_lora_checkpoint(tmp_path / "tower", tmp_path / "adapter", tmp_path / "merged")
+    merged: Any = CLIPVisionModel.from_pretrained(tmp_path / "merged")
+    images = torch.ones(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = trained.eval()(pixel_values=images).last_hidden_state
+        assert torch.allclose(merged(pixel_values=images).last_hidden_state, expected, atol=1e-5)
