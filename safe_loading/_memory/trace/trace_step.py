@@ -19,7 +19,6 @@ from safe_loading._core.interrupts import signals_held, undone
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._core.walk import hidden_modules, hidden_parts
 from safe_loading._core.workload import Workload
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
@@ -278,10 +277,10 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
         )
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         enable()  # where it is on already, it stays reentrant or not as the caller chose
-    embeddings = embeddings_and_head_of(model).embeddings
-    if embeddings is None or not any(parameter.requires_grad for parameter in embeddings.parameters()):
-        # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a gradient
-        with contextlib.suppress(NotImplementedError):  # models of sounds have no embeddings, which older engines raise
+    with contextlib.suppress(NotImplementedError):  # models of sounds have no embeddings
+        if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]  # a model's method
+            # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a
+            # gradient
             model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
 
 
