@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
@@ -49,6 +50,7 @@ def collect_root_values(setup: Setup, on_disk: Set[str], heads: Sequence[str]) -
         _from_rank_0,
         # before init_new, which is for modules that nobody else can initialize
         _from_peft_initialization,
+        _from_class,
         _from_init_new,
     )
     root_values = RootValues()
@@ -93,6 +95,19 @@ def _from_peft_initialization(setup: Setup, missing: Set[str]) -> RootValues:
     parameters = [each for each in setup.tensors.parameters if each.name in missing]
     made = remade_adapters(setup.model, parameters)
     return RootValues(tensors=made, findings=initialized_adapters(made))
+
+
+def _from_class(setup: Setup, missing: Set[str]) -> RootValues:
+    """The values that a class of transformers computes for parameters that it never saves, as Marian its positions."""
+    made: dict[str, torch.Tensor] = {}
+    for path, module in setup.model.named_modules():
+        unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
+        if not isinstance(module, PreTrainedModel) or not unsaved:
+            continue
+        names = {f"{path}.{key}".lstrip(".") for key in unsaved}
+        parameters = [each for each in setup.tensors.parameters if each.name in missing & names]
+        made |= initialized(setup.model, parameters, module._init_weights)
+    return RootValues(tensors=made)
 
 
 def _from_init_new(setup: Setup, missing: Set[str]) -> RootValues:
