@@ -79,8 +79,7 @@ class CheckpointReport(Verdict):
 
     def _title(self) -> str:
         dtypes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in self.dtypes.items())
-        files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
-        weights = f"{self.tensors} tensors in {files}, {format_bytes(self.bytes)}"
+        weights = f"{counted(self.tensors, 'tensor')} in {counted(len(self.files), 'file')}, {format_bytes(self.bytes)}"
         return f"{self.path}: {self.kind}, {weights}{f' ({dtypes})' if dtypes else ''}: {self._verdict()}"
 
     def _verdict(self) -> str:

@@ -104,7 +104,8 @@ def to_add_one(model: torch.nn.Module) -> str:
             "transformers put them in: add one by its own `model.load_adapter()`, or load the base anew with all "
             "adapters by load_peft_on_rank."
         )
-    if any(is_tuner_layer(module) for module in model.modules()):
+    # what a caller passed for a model may be none
+    if isinstance(model, torch.nn.Module) and any(is_tuner_layer(module) for module in model.modules()):
         return (
             "They belong to a PeftModel around it: pass that one to load_adapter_on_rank, or for the plain base what "
             "its unload() returns."
@@ -262,7 +263,15 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             _refuse_rows_beyond(adapter, base_of(model))
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: {error}"
+            f"{_way_for_another_method(model, config)}"
         ) from error
+
+
+def _way_for_another_method(model: torch.nn.Module, config: PeftConfig) -> str:
+    """Return the way for an adapter of another method than those that a model has; empty where it is of the same."""
+    if not has_adapters(model) or config.peft_type in {each.peft_type for each in model.peft_config.values()}:
+        return ""
+    return " Load it with a base of its own: load_peft_on_rank(base_model, adapter)."
 
 
 def _refuse_rows_beyond(adapter: Adapter, base: torch.nn.Module) -> None:

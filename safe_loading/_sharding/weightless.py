@@ -30,6 +30,7 @@ from safe_loading._model.layout.ties import untie_as_in_folder
 from safe_loading._model.quantized.on_disk import plain_all_the_same, refuse_bad_codes
 from safe_loading._model.tensors import walk_modules
 from safe_loading._model.zero3 import splits_new_models
+from safe_loading._ranks.own_generators import own_copy_of_generators
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 from .buffers import compute_buffers
@@ -194,8 +195,7 @@ def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: Checkp
             each.put(new[-1])
     if source is not None:  # else nothing can be read, and the wrap tells why
         _note_origins(model, source)
-    if new or not is_fsdp_enabled():
-        _initialize(model, new)
+    _initialize(model, new)
     if source is None:
         _note_origins(model, source)
     for each in buffers_of(model):
@@ -221,9 +221,11 @@ def _initialized_later(kind: type[PreTrainedModel]) -> Iterator[None]:
     of_engine = seen_here(PreTrainedModel, method)
 
     def initialize(model: PreTrainedModel, *args: Any, **options: Any) -> None:
-        # one that is loaded inside of it; or any, where cpu_ram_efficient_loading has its own marks of what is there
-        if type(model) is not kind or is_fsdp_enabled():
+        if type(model) is not kind:  # one that is loaded inside of it
             of_engine(model, *args, **options)
+        elif is_fsdp_enabled():  # cpu_ram_efficient_loading made zeros of the buffers that no folder has
+            with own_copy_of_generators():
+                of_engine(model, *args, **options)
 
     with patched(PreTrainedModel, method, initialize):
         yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import adapters as faults
 from models import save_adapter, save_llama
-from peft import PeftModel
+from peft import IA3Config, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -218,6 +218,18 @@ def test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_to_the_next
     assert torch.equal(logits(of_transformers), expected)
     both = load_peft_on_rank(tiny_llama, {"one": tiny_adapter, "two": tiny_adapter})
     assert torch.equal(logits(both), expected)
+
+
+def test_an_adapter_of_another_method_is_loaded_with_a_base_of_its_own(
+    tiny_llama: Path, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    other = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), IA3Config(task_type="CAUSAL_LM"))
+    other.save_pretrained(str(tmp_path / "ia3"))
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
+    advice = r"different peft types\..*Load it with a base of its own: load_peft_on_rank\(base_model, adapter\)"
+    with pytest.raises(AdapterError, match=advice):
+        load_adapter_on_rank(model, tmp_path / "ia3", "other")
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, tmp_path / "ia3")), logits(other))
 
 
 def test_each_way_out_of_a_name_that_is_taken(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:

@@ -13,7 +13,7 @@ from rank_server import RankServer
 from tiny_models import causal_lm_classes, image_text_classes
 
 SCRIPT = """
-import contextlib, pathlib, random, shutil, sys, warnings
+import contextlib, os, pathlib, random, shutil, sys, warnings
 import numpy as np, torch, torch.distributed as dist, transformers
 warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
@@ -22,7 +22,9 @@ transformers_logging.disable_progress_bar()
 from safe_loading import load_at_prepare
 from tiny_models import saved
 dist.init_process_group("gloo")
-folder = pathlib.Path(sys.argv[1])
+folder, whole = pathlib.Path(sys.argv[1]), len(sys.argv) == 3 or dist.get_rank() == 0
+if len(sys.argv) > 3:  # cpu_ram_efficient_loading: rank 0 alone loads in a plain run
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 def loaded(name, lean):
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -38,7 +40,7 @@ for name in sys.argv[2].split(","):
     values = dict(lean.named_parameters())
     report(**{name: {
         "draws": drawn == of_lean,
-        "parameters": [each for each, p in plain.named_parameters() if not torch.equal(p, values[each] + 0)],
+        "parameters": [each for each, p in plain.named_parameters() if whole and not torch.equal(p, values[each] + 0)],
     }})
     dist.barrier()
     if dist.get_rank() == 0:
@@ -51,14 +53,19 @@ EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 SAMPLE = ["Qwen3_5ForCausalLM", "Zamba2ForCausalLM", "MambaForCausalLM", "KimiLinearForCausalLM", "LlamaForCausalLM"]
 
 
-def check(rank_server: RankServer, folder: Path, names: list[str]) -> None:
-    found: list[dict[str, Any]] = rank_server.run(SCRIPT, 2, args=[folder, ",".join(names)], timeout=600).found
+def check(rank_server: RankServer, folder: Path, names: list[str], *options: str) -> None:
+    args = [folder, ",".join(names), *options]
+    found: list[dict[str, Any]] = rank_server.run(SCRIPT, 2, args=args, timeout=600).found
     for facts in found:
         assert facts == {name: {"draws": True, "parameters": []} for name in names}
 
 
 def test_an_adapter_after_it_starts_from_the_draws_of_a_plain_run(rank_server: RankServer, tmp_path: Path) -> None:
     check(rank_server, tmp_path, [name for name in SAMPLE if name in EVERY])
+
+
+def test_so_it_does_where_one_rank_alone_loads(rank_server: RankServer, tmp_path: Path) -> None:
+    check(rank_server, tmp_path, [name for name in SAMPLE if name in EVERY], "one rank loads")
 
 
 @pytest.mark.slow
