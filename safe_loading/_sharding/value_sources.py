@@ -104,8 +104,8 @@ def _from_class(setup: Setup, missing: Set[str]) -> RootValues:
         unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
         if not isinstance(module, PreTrainedModel) or not unsaved:
             continue
-        names = {f"{path}.{key}".lstrip(".") for key in unsaved}
-        parameters = [each for each in setup.tensors.parameters if each.name in missing & names]
+        names = missing & {f"{path}.{key}".lstrip(".") for key in unsaved}
+        parameters = [each for each in setup.tensors.parameters if each.name in names]
         made |= initialized(setup.model, parameters, module._init_weights)
     return RootValues(tensors=made)
 

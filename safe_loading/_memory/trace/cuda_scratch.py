@@ -105,11 +105,16 @@ _RULES = {
     aten.var_mean.correction: _SPREAD,
 }
 
+CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
+_TABLE = 6  # the place of the first table among their arguments
+
 _OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
 
 
 def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the bytes of each buffer that a call takes while it runs on the card of this context, in their order."""
+    if call.func in CTC_BACKWARD:  # the second table, from the end of the texts, on any device
+        return (call.args[_TABLE].nbytes,)
     card, rule = CARD.get(), _RULES.get(call.func)
     if card is None or not outputs:
         return ()

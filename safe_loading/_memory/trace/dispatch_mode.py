@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from safe_loading._core.interrupts import HeldSignals
 
-from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
+from .cuda_scratch import ADDS_IN_PLACE, CTC_BACKWARD, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
@@ -49,8 +49,7 @@ _BF16_ONLY = frozenset({aten._grouped_mm.default})
 
 # the loss of models that write down sounds: its table of paths is as wide as the longest text
 _CTC = frozenset({aten._ctc_loss.default, aten._ctc_loss.Tensor})
-_CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
-_LENGTHS, _TABLE = 3, 6  # the places of the lengths of the texts, and of the table in the backward pass
+_LENGTHS = 3  # the place of the lengths of the texts
 
 
 class _Transfer(NamedTuple):
@@ -112,7 +111,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             self.ledger.reuse_storage(call.args[0], out)
             return out
         made = list(tensors_in((out,)))
-        scratch = scratch_of(call, made[:1]) or _scratch_of_ctc_loss(call)
+        scratch = scratch_of(call, made[:1])
         taken = self._take(call, scratch, made) if scratch and func in SCRATCH_FIRST else None
         # dropout_cuda makes its mask before its output
         for tensor in made if func is not aten.native_dropout.default else reversed(made):
@@ -131,12 +130,12 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def _run(self, call: OperationCall) -> object:
         if changes_a_list(call.func):
             return None
-        if (of_texts := _outputs_of_ctc_loss(call, self.values)) is not None:
-            return of_texts
         key = self._cache.key(call)
         out = NEW if key is None else self._cache.recall(key, call)
         if out is not NEW:
             return out
+        if (of_texts := _outputs_of_ctc_loss(call, self.values)) is not None:
+            return of_texts  # which depend on values: nothing to be remembered
         try:
             out = call.run() if call.func not in _BF16_ONLY else _run_in_bf16(call)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -316,7 +315,7 @@ def _outputs_of_ctc_loss(call: OperationCall, values: KnownValues) -> object:
 
     None for another operation, and for lengths that are unknown.
     """
-    if call.func in _CTC_BACKWARD:
+    if call.func in CTC_BACKWARD:
         return torch.empty_like(call.args[1])  # torch would compute it for real, and forget its device
     if call.func not in _CTC:
         return None
@@ -327,8 +326,3 @@ def _outputs_of_ctc_loss(call: OperationCall, values: KnownValues) -> object:
     frames, rows, _ = scores.shape
     # a blank before each token of the text, and one at its end
     return scores.new_empty(rows), scores.new_empty(rows, frames, 2 * max(known, default=0) + 1)
-
-
-def _scratch_of_ctc_loss(call: OperationCall) -> tuple[int, ...]:
-    """Return the bytes of the second table, from the end of the text, which the backward pass fills on any device."""
-    return (call.args[_TABLE].nbytes,) if call.func in _CTC_BACKWARD else ()

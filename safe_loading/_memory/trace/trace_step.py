@@ -277,11 +277,13 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
         )
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         enable()  # where it is on already, it stays reentrant or not as the caller chose
-    with contextlib.suppress(NotImplementedError):  # models of sounds have no embeddings
-        if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]  # a model's method
-            # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a
-            # gradient
-            model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
+    try:
+        embeddings: torch.nn.Module = model.get_input_embeddings()  # type: ignore[operator]  # a model's method
+    except NotImplementedError:  # models of sounds have none
+        return
+    if not any(parameter.requires_grad for parameter in embeddings.parameters()):
+        # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a gradient
+        model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
 
 
 @contextlib.contextmanager
