@@ -16,6 +16,7 @@ from safe_loading._core.engines import is_integrated, trainable_as_before, witho
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.peft_layers import base_of, has_adapters, is_tuner_layer, wrap_tokens_once
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
@@ -261,9 +262,10 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             raise NeedsValues from error
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
+        way = f"{_way_for_another_method(model, config)}{_way_for_packed_layers(model)}"
         raise AdapterError(
-            f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: {error}"
-            f"{_way_for_another_method(model, config)}"
+            f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
+            f"{str(error).rstrip('. ')}.{way}"
         ) from error
 
 
@@ -272,6 +274,14 @@ def _way_for_another_method(model: torch.nn.Module, config: PeftConfig) -> str:
     if not has_adapters(model) or config.peft_type in {each.peft_type for each in model.peft_config.values()}:
         return ""
     return " Load it with a base of its own: load_peft_on_rank(base_model, adapter)."
+
+
+def _way_for_packed_layers(model: torch.nn.Module) -> str:
+    """Return the way for a base of layers that have no weight yet; empty for any other."""
+    layers = (module for module in model.modules() if is_decoded_at_forward(module))
+    if not any(getattr(layer, "weight", None) is None for layer in layers):
+        return ""
+    return " Its layers have no weight before the model's first forward pass: run one, and load the adapter then."
 
 
 def _refuse_rows_beyond(adapter: Adapter, base: torch.nn.Module) -> None:

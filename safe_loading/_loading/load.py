@@ -34,7 +34,7 @@ from safe_loading._model.model_config import read_generation_config
 from safe_loading._model.peft_layers import has_adapters
 from safe_loading._model.quantized.on_disk import refuse_quantization
 from safe_loading._model.size_limit import refuse_out_of_proportion
-from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.snapshot import Snapshot, take_idle_caches_off
 from safe_loading._model.torch_state import TorchState
 from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
@@ -49,7 +49,7 @@ from .base_model import base_config, base_on_meta, check_fit
 from .choose_class import ChosenClass, choose_class, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
-from .load_base import load_base, loading_findings, name_base, untied_findings
+from .load_base import load_base, loading_findings, name_base, refuse_missing_weights, untied_findings
 from .report import LoadedPart
 from .split_base import said_of_split_base
 from .vocabulary import resize_to_adapters
@@ -120,6 +120,7 @@ def check_before_load(
         checkpoint = opened.read_checkpoint(variant=options.base_kwargs.get("variant"))
         refuse_quantization(checkpoint, opened.config or {})
         refuse_unread_codes(opened)
+        refuse_missing_weights(opened, checkpoint, adapters, options.base_kwargs)
         refuse_index_without_metadata(opened, checkpoint)
     read_generation_config(folder, opened.generation_config)
     meta_model = chosen.model or build(auto_class)
@@ -249,6 +250,7 @@ def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]
     if model is None:
         yield []
         return
+    take_idle_caches_off(model)
     devices = devices_of(model)
 
     def move_back() -> None:

@@ -16,7 +16,7 @@ from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
 from safe_loading._core.walk import unordered_modules
 from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed, merged_adapters
-from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.snapshot import Snapshot, take_idle_caches_off
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_contexts, contexts, guarded, own_device
 from safe_loading._ranks.exchange import Ranks
@@ -201,6 +201,7 @@ def _attach(
     alike = find_alike(model, adapter)
     if alike is None:
         _refuse_merged(model, adapter.name)
+    take_idle_caches_off(model)
     undo.append(Snapshot(model) if alike is None or to_eval else alike.snapshot(model))
     if alike is not None:
         attached = attach_alike(model, adapter, alike, devices, dtype=dtype, strict=strict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,16 +12,19 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.faults import fault, listed, note
-from safe_loading._checkpoint.model_folder import CONFIG
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._model.embeddings_and_head import tied_ends_of
+from safe_loading._model.formats.registry import format_named
 from safe_loading._model.layout.ties import untied_finding
-from safe_loading._model.quantized.request import packs_on_device
+from safe_loading._model.quantized.request import packs_on_device, read_request
 from safe_loading._model.zero3 import splits_new_models
 from safe_loading._ranks.rank_devices import RankDevices
-from safe_loading.errors import ArgumentError, CheckpointError, EngineError, SafeLoadingError
+from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, EngineError, SafeLoadingError
 
 from .adapter_values import Adapter
 from .base_model import changed_config, replaced_modules
@@ -30,6 +33,9 @@ from .report import FROM_PRETRAINED
 
 # what torch's allocator of the host says, and the system, of a mapping
 _HOST_IS_FULL = re.compile("can('t|not) allocate memory", re.IGNORECASE)
+
+# Scales by which quantized layers round their inputs, outputs and cache; plain layers, as a load decodes them, do not.
+_OF_ROUNDED_INPUTS = re.compile(r"\.(?:input|output|activation|[qkv])_(?:global_)?(?:scale|zero_point)$")
 
 LoadingInfo = Mapping[str, Iterable[object]]
 """What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
@@ -93,6 +99,37 @@ def load_base(
     return model, info, methods[-1] if methods else Method(FROM_PRETRAINED, "its class has a loader of its own")
 
 
+def refuse_missing_weights(
+    folder: ModelFolder, checkpoint: Checkpoint, adapters: Sequence[Adapter], base_kwargs: EngineKwargs
+) -> None:
+    """Refuse adapters of layers that will have no weight when the base has been loaded, before it is read.
+
+    peft looks at the weight of each layer that it changes, and fails without a word about the format.
+    """
+    on_disk = (folder.config or {}).get("quantization_config")
+    known = format_named(on_disk.get("quant_method")) if isinstance(on_disk, dict) else None
+    hidden = set[str]() if known is None else known.without_weight(checkpoint.tensors)
+    request = read_request(on_disk, base_kwargs.get("quantization_config")) if hidden else None
+    if known is None or request is None or request.options.get("dequantize"):
+        return
+    for adapter in adapters:
+        header = adapter.facts.header
+        names = {without_peft_prefix(name) for name in (() if header is None else header.tensors)}
+        if changed := sorted({module for name in names for module in _modules_around(name) if module in hidden}):
+            raise AdapterError(
+                f"{adapter.facts.config_file}: the adapter changes {counted(len(changed), 'layer')} whose weights "
+                f"{folder.path} keeps packed until the first forward pass ({request.method}), and peft changes no "
+                f"layer without a weight: {listed(changed)}. Load the base decoded: base_kwargs="
+                f"{{'quantization_config': {known.dequantized_by}(dequantize=True)}}."
+            )
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yield the modules around a tensor, the innermost first."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
 def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:
     """Return the error of a load that failed in the class of the model, its quantizer, or remote code."""
     if _HOST_IS_FULL.search(str(error)):
@@ -128,7 +165,8 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
             message = f"this weight of the base {what} and was initialized at random"
             fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"
             findings.append(fault("base-key-missing", f"{source}: {entry}", message, fix))
-    unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
+    unknown = map(str, info.get("unexpected_keys") or ())
+    unexpected = sorted(name for name in unknown if not _OF_ROUNDED_INPUTS.search(name))
     if unexpected:
         message = (
             f"the class that was loaded does not know {counted(len(unexpected), 'tensor')} of the checkpoint and left "

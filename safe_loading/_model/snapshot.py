@@ -14,6 +14,25 @@ from safe_loading._core.walk import unordered_modules, walk_parameters
 _ABSENT = object()
 
 
+def take_idle_caches_off(model: torch.nn.Module) -> None:
+    """Put plain dictionaries in place of caches that offload tensors by name, where these move nothing.
+
+    A first forward pass that decodes weights leaves them in every module, on one device as well. They copy a tensor
+    that is assigned to a name into the one that was there, so that nothing can be put aside and back.
+    """
+    for module in unordered_modules(model):
+        cache: Any = module._parameters
+        if type(cache) is dict or getattr(cache, "onload_device", None) != getattr(cache, "offload_device", ""):
+            continue
+        buffers: Any = module._buffers
+        module._parameters, module._buffers = cache.offloaded_values, buffers.offloaded_values
+        forward = vars(module).pop("_original_forward_func", None)
+        if forward is type(module).forward:
+            del module.forward
+        elif forward is not None:
+            module.__dict__["forward"] = forward.__get__(module)
+
+
 class Snapshot:
     """The class and attributes of every module of ``model``, and ``requires_grad`` of every parameter, to be restored.
 

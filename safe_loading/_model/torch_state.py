@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from safe_loading._core.interrupts import undone_on_error
 
-from .snapshot import Snapshot
+from .snapshot import Snapshot, take_idle_caches_off
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -88,6 +88,8 @@ def undone_when_raised(verb: Callable[Arguments, Result]) -> Callable[Arguments,
     @functools.wraps(verb)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)]
+        for module in modules:
+            take_idle_caches_off(module)
         found: list[TorchState | Snapshot] = [TorchState(), *map(Snapshot, modules)]
         with undone_on_error(lambda: [state.restore() for state in found]):
             return verb(*args, **kwargs)

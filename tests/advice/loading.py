@@ -33,6 +33,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_a_trained_row_that_the_base_lacks_is_told",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
         "choose another": VALUES,
+        "run one, and load the adapter then": "loading/test_compressed_bases.py::"
+        "test_a_loaded_base_takes_an_adapter_after_its_first_forward_pass",
         "Use load_adapter_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
         "Use load_peft_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
         "add one by its own": f"{_ADVISED}test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_to_the_next_"
@@ -81,6 +83,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_the_class_that_a_base_was_saved_as_is_passed",
     },
     "_loading/load_base.py": {
+        "Load the base decoded": "loading/test_compressed_bases.py::"
+        "test_packed_layers_are_refused_before_the_base_is_read_and_the_advice_works",
         "Free some, or raise the process's limit": "loading/test_into_place.py::"
         "test_where_the_memory_is_full_that_is_said_nothing_stays_and_a_later_load_is_whole",
         "Ask for what needs none of them": "loading/test_base_arguments.py::"

@@ -139,6 +139,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_merging/weights/merge_plan.py": {
         "Keep the adapter beside the base": AS_IT_IS,
+        "Run a forward pass before the merge": "merging/test_merge_compressed.py::"
+        "test_another_method_is_merged_once_a_forward_pass_has_decoded_the_weights",
         "Merge with dequantize=True": f"{_MEMORY}_quantized.py::"
         "test_lora_bias_is_refused_where_peft_forgets_its_scaling",
         "Call model.unmerge_adapter() first": f"{_MERGES}test_a_dora_is_merged_once_the_others_are_unmerged",

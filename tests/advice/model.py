@@ -58,6 +58,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "download or copy the file again": f"{_ADVISED}test_values_are_checked_again_once_the_file_is_copied_again",
         "check it again when its writer is done": OUTSIDE,
     },
+    "_model/layout/source_model.py": {
+        "Run one, or pass the folder": "memory/test_compressed_in_memory.py::"
+        "test_codes_of_now_are_not_the_memory_of_a_model_and_the_advice_works"
+    },
     "_model/zero3.py": {
         "Pass the folder that it was loaded from": "model/test_zero3.py::"
         "test_no_figure_is_made_of_weights_that_are_split"
@@ -100,7 +104,6 @@ TAKEN: dict[str, dict[str, str]] = {
         "Use {}": _PLANNED,
     },
     "_model/formats/fbgemm.py": {"Pass capability=(9, 0)": _PLANNED},
-    "_model/formats/format.py": {"load it with from_pretrained": _DEQUANTIZED},
     "_model/formats/fp8.py": {
         "Name an accelerator in max_memory": _PLANNED,
         "Plan and load it dequantized": _PLANNED,
@@ -143,6 +146,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "put it into torch.nn.Sequential": f"{_ADVISED}test_a_single_quantized_layer_is_put_into_a_sequential"
     },
     "_model/quantized/to_plain.py": {
+        "load it with from_pretrained": _DEQUANTIZED,
         "take the one that it was made of": OUTSIDE,
         "save it with save_pretrained": _DEQUANTIZED,
     },

@@ -12,6 +12,7 @@ import torch
 from models import COSTLY, QUANTIZABLE
 from torch import nn
 from transformers import (
+    AutoConfig,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     GptOssConfig,
@@ -189,6 +190,20 @@ def test_scales_of_compressed_tensors_are_those_of_its_strategy(weights: dict[st
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", **weights}}
     stored = tensors_of({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
     assert stored["weight_scale"] == (scales, torch.bfloat16)
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "NVFP4", "MXFP4A16", "FP8_DYNAMIC", "FP8", "W8A8"])
+def test_compressed_tensors_itself_leaves_the_same_parameters(preset: str, tmp_path: Path) -> None:
+    compressed = pytest.importorskip("compressed", reason="compressed-tensors is not installed")
+    base, _ = compressed.save_compressed(tmp_path, preset)
+    model = compressed.load(base)
+    compressed.logits(model)
+    planned = quantized_meta_model(AutoConfig.from_pretrained(base)).model
+
+    def parameters(of: nn.Module) -> dict[str, Any]:
+        return {name: (tuple(value.shape), value.dtype) for name, value in of.named_parameters()}
+
+    assert parameters(planned) == parameters(model)
 
 
 def test_a_block_that_is_no_size_is_refused_by_name() -> None:

@@ -36,9 +36,10 @@ def check_quantized(audited: AuditedModel) -> Iterator[Finding]:
     # quantizers leave the output layer and the adapter's own layers as they are
     head = embeddings_and_head_of(audited.base).head
     plain = {
-        name: module.weight
+        name: weight
         for name, module in audited.base.named_modules()
         if type(module) is torch.nn.Linear and module is not head and not _is_adapters(name)
+        if (weight := module._parameters.get("weight")) is not None
     }
     if plain and not any(is_quantized(module) for module in audited.base.modules()):
         size = size_of(plain.values())

@@ -116,7 +116,7 @@ def _dequantized(
             f"its quantized {type(base).__name__} is not a Linear, and only those are dequantized here. "
             f"{MERGE_BEFORE_QUANTIZING}"
         )
-    if base.weight.is_meta or has_offloaded_codes(base):
+    if any(tensor.is_meta for tensor in base.parameters(recurse=False)) or has_offloaded_codes(base):
         raise CannotMergeError(SCALES_OFFLOADED)
     terms = [] if lora is None or not names else terms_of(lora, names)
     dtype, values = dtype or _compute_dtype(base), decoded_weight(base)

@@ -11,8 +11,13 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
+from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of, is_lora_layer, outermost_tuner_layers
-from safe_loading._model.quantized.recognize import computes_with_others, has_offloaded_codes, is_quantized
+from safe_loading._model.quantized.recognize import (
+    computes_with_others,
+    has_offloaded_codes,
+    is_quantized,
+)
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import is_blocked, merge_targets, without_bias
@@ -65,6 +70,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         _check_tensors(job)
         return job
     _refuse_rounded(layer, names, dequantize)
+    _refuse_codes_of_now(layer, names, dequantize)
     if not is_lora_layer(layer):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
@@ -110,6 +116,18 @@ def _refuse_rounded(layer: TunerModule, names: Sequence[str] | None, dequantize:
         raise CannotMergeError(
             f"its {type(base).__name__} rounds or scales its weight in each forward pass, and so would it what the "
             f"adapter adds. {advice if is_lora_layer(layer) else 'Keep the adapter beside the base'}"
+        )
+
+
+def _refuse_codes_of_now(layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> None:
+    """Refuse a merge into codes that the first forward pass replaces by a plain weight."""
+    base = layer.get_base_layer()
+    if (dequantize and is_lora_layer(layer)) or not is_decoded_at_forward(base):
+        return
+    if _adapters_to_merge(layer, names, adapters_of(layer)):
+        advice = "Merge with dequantize=True" if is_lora_layer(layer) else "Run a forward pass before the merge"
+        raise CannotMergeError(
+            f"its {type(base).__name__} holds codes until the model's first forward pass decodes them. {advice}"
         )
 
 

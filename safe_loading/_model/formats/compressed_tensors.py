@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 from safe_loading._core.report import Finding
 
 from .card_findings import bytes_of_parameters, refuse_training, with_bytes
-from .format import ADA, Format, QuantizationRequest, TargetCard, loading_with
+from .format import ADA, Format, QuantizationRequest, TargetCard
 from .packed_linear import PackedLinear, frozen, with_input_codes
+
+_PACKED = ".weight_packed"
 
 
 def build_compressed(model: nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
@@ -34,7 +36,7 @@ def build_compressed(model: nn.Module, request: QuantizationRequest, card: Targe
             model.set_submodule(path, PackedLinear(layer, stored, with_input_codes(torch.float8_e4m3fn)))
             kept_in_fp8 += 1
         elif not request.options.get("dequantize"):
-            _keep_scales(layer, weights)
+            _keep_scales(layer, group, request.options.get("format"))
     if kept_in_fp8 or request.options.get("dequantize"):
         return []
     message = (
@@ -46,6 +48,38 @@ def build_compressed(model: nn.Module, request: QuantizationRequest, card: Targe
         message += " What it takes to round the layers' inputs to codes and back is not counted."
     fix = "for fp8, quantization_config with use_optimized_inference=True keeps it, on a card of capability 8.9."
     return [with_bytes(Finding("dequantized", "warning", "", message, fix), before)]
+
+
+def packed_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules that keep their weight packed until the first forward pass, by the names on disk."""
+    return {name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)}
+
+
+def has_scheme(module: nn.Module) -> bool:
+    """Return whether compressed-tensors quantizes a module's weight, which may hold decoded values by now."""
+    return getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None
+
+
+def is_compressed(module: nn.Module) -> bool:
+    """Return whether a module holds codes still, which the model's first forward pass decodes."""
+    return has_scheme(module) and getattr(module, "quantization_status", None) == "compressed"
+
+
+def decode_compressed(module: nn.Module) -> torch.Tensor | None:
+    """Return the values that compressed-tensors itself decodes a weight to; None for any other module."""
+    if not has_scheme(module):
+        return None
+    if not is_compressed(module):
+        return module.get_parameter("weight").data
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+
+    scheme: Any = module.quantization_scheme
+    kind = scheme.format or infer_module_format(type(module), scheme)
+    engine: Any = BaseCompressor.get_value_from_registry(getattr(kind, "value", kind))
+    state = {name: tensor.data for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers())}
+    values: torch.Tensor = engine.decompress(state, scheme)["weight"]
+    return values
 
 
 def _matched_linears(
@@ -69,44 +103,65 @@ def _matches(path: str, module: nn.Module, target: str) -> bool:
     return target == path or any(kind.__name__ == target for kind in type(module).__mro__)
 
 
-def _keep_scales(layer: nn.Linear, weights: Mapping[str, Any]) -> None:
-    """Add the scales that stay beside a decompressed weight, and its zero points where the codes are not symmetric."""
+def _keep_scales(layer: nn.Linear, group: Mapping[str, Any], model_format: object) -> None:
+    """Add the scales that stay beside a decompressed weight, and those by which inputs and outputs are rounded."""
     rows, columns = layer.out_features, layer.in_features
-    group, block = weights.get("group_size") or columns, _block_of(weights) or (rows, columns)
-    shape = {
-        "tensor": (1,),
-        "channel": (rows, 1),
-        "group": (rows, -(-columns // group)),
-        "tensor_group": (rows, -(-columns // group)),
-        "block": (-(-rows // block[0]), -(-columns // block[1])),
-    }.get(_strategy(weights))
-    if shape is not None:
-        layer.register_parameter("weight_scale", frozen(shape, layer.weight.dtype))
-        if weights.get("symmetric") is False:
-            layer.register_parameter("weight_zero_point", frozen(shape, torch.int8))
+    _add_scales(layer, "weight", group.get("weights"), (rows, columns))
+    _add_scales(layer, "input", group.get("input_activations"), (1, columns))
+    _add_scales(layer, "output", group.get("output_activations"), (1, rows))
+    named = group.get("format") or model_format
+    if getattr(named, "value", named) == "pack-quantized":
+        layer.register_parameter("weight_shape", frozen((2,), torch.int64))
 
 
-def _strategy(weights: Mapping[str, Any]) -> str:
+def _add_scales(layer: nn.Linear, name: str, args: Mapping[str, Any] | None, shape: tuple[int, int]) -> None:
+    """Add the scales of a matrix of this shape, and its zero points where the codes are not symmetric.
+
+    Those of inputs that are scaled as they come (``dynamic``) are not kept, but for the one scale over local ones.
+    """
+    if not args or args.get("dynamic") is True:
+        return
+    rows, columns = shape
+    strategy = _strategy(args)
+    if strategy == "tensor_group":
+        layer.register_parameter(f"{name}_global_scale", frozen((1,), torch.float32))
+    if args.get("dynamic"):  # "local"
+        return
+    group, block = args.get("group_size") or columns, _block_of(args) or shape
+    of_group = (rows, -(-columns // group))
+    sizes = {"tensor": (1,), "channel": (rows, 1), "group": of_group, "tensor_group": of_group}
+    sizes["block"] = (-(-rows // block[0]), -(-columns // block[1]))
+    if strategy in sizes:
+        layer.register_parameter(f"{name}_scale", frozen(sizes[strategy], layer.weight.dtype))
+        if args.get("symmetric") is False:
+            layer.register_parameter(f"{name}_zero_point", frozen(sizes[strategy], torch.int8))
+
+
+def _strategy(args: Mapping[str, Any]) -> str:
     """Return the strategy for scales; where it is not named, the group size tells it (``QuantizationArgs``)."""
-    named = weights.get("strategy")
+    named = args.get("strategy")
     if named is not None:
         return str(getattr(named, "value", named)).lower()
-    group = weights.get("group_size")
+    group = args.get("group_size")
     return "tensor" if group is None else "channel" if group == -1 else "group"
 
 
-def _block_of(weights: Mapping[str, Any]) -> Sequence[int] | None:
+def _block_of(args: Mapping[str, Any]) -> Sequence[int] | None:
     """Return the rows and columns of a block, which is published as text (``"128x128"``) and as a list."""
-    block: str | Sequence[int] | None = weights.get("block_structure")
+    block: str | Sequence[int] | None = args.get("block_structure")
     return [int(size) for size in block.split("x")] if isinstance(block, str) else block
 
 
 COMPRESSED_TENSORS = Format(
     "compressed-tensors",
     build_compressed,
-    loads_plain=loading_with("CompressedTensorsConfig"),
+    dequantized_by="CompressedTensorsConfig",
     computes_in=torch.bfloat16,
     read_on_disk=True,
     merged_on_disk=True,
     instead="plain",
+    without_weight=packed_modules,
+    holds=has_scheme,
+    decoded_at_forward=is_compressed,
+    decode=decode_compressed,
 )

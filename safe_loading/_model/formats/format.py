@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,10 @@ def _no_codes_by_name(tensors: Mapping[str, object]) -> frozenset[str]:
 Build = Callable[[nn.Module, QuantizationRequest, TargetCard], list[Finding]]
 
 
+def _hides_none(names: Iterable[str]) -> set[str]:
+    return set()
+
+
 def _holds_none(module: nn.Module) -> bool:
     return False
 
@@ -88,7 +92,9 @@ class Format:
     method: str  # transformers' ``quant_method``
     # Puts layers into a model on meta that store and allocate what the quantized ones do on a card.
     build: Build
-    # How a checkpoint is loaded with plain weights, without a capital; empty where transformers has no way.
+    # How a checkpoint is loaded with plain weights: by transformers' config of this name with dequantize=True, or in
+    # these words, without a capital. Both are empty where transformers has no way.
+    dequantized_by: str = ""
     loads_plain: str = ""
     computes_in: torch.dtype | None = None  # in which its kernels compute, and what is not quantized is published
     linear_only: bool = False  # whether it quantizes linear layers alone
@@ -106,9 +112,14 @@ class Format:
     # weights that are codes among the tensors on disk, by their names.
     packed_names: Callable[[nn.Module, QuantizationRequest], set[str]] | None = None
     codes_on_disk: Callable[[Mapping[str, object]], frozenset[str]] = _no_codes_by_name
+    # The modules that have no weight before the first forward pass, by the names of the tensors on disk; a load with
+    # dequantize=True gives them one.
+    without_weight: Callable[[Iterable[str]], set[str]] = _hides_none
     holds: Callable[[nn.Module], bool] = _holds_none  # whether a module's own weights are codes of it
     # Whether a layer computes with other values than its weight has, so that nothing can be added to that.
     computes_with_others: Callable[[nn.Module], bool] = _holds_none
+    # Whether the first forward pass makes a plain weight of a layer's codes, so that nothing is added to them before.
+    decoded_at_forward: Callable[[nn.Module], bool] = _holds_none
     # Whether accelerate offloads codes without their scales, so that nothing can tell what they stand for.
     lost_its_scales: Callable[[nn.Module], bool] = _holds_none
     # The bytes of one of its weights on a device, with statistics; None for any other tensor.
@@ -121,11 +132,6 @@ class Format:
     kernels: Callable[[], Sequence[contextlib.AbstractContextManager[object]]] = _no_kernels
     # peft's LoRA layers for stand-ins by their classes, where peft makes none.
     lora_layers: Callable[[], Mapping[type[nn.Module], type[nn.Module]]] = _no_lora_layers
-
-
-def loading_with(config: str) -> str:
-    """Return the words for loading plain weights by a config of transformers that dequantizes."""
-    return f"load it with from_pretrained(..., quantization_config={config}(dequantize=True))"
 
 
 def holds_attribute(name: str) -> Callable[[nn.Module], bool]:

@@ -21,7 +21,7 @@ from safe_loading.errors import ArgumentError, MergeError
 
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, freeze_codes, with_bytes
 from .convertible import layers_on_meta
-from .format import ADA, Format, QuantizationRequest, TargetCard, loading_with
+from .format import ADA, Format, QuantizationRequest, TargetCard
 from .fp8_kernels import fp8_kernels
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_files
 
@@ -99,8 +99,8 @@ def fp8_matrix_of(module: torch.nn.Module, attribute: str) -> Fp8Matrix | None:
     ``weight_scale`` of an FP8Embedding, a single one. For any other kind it raises NotImplementedError.
     """
     weight = getattr(module, attribute)
-    if weight.dtype not in FP8 or weight.dim() != 2:
-        return None
+    if weight.dtype not in FP8 or weight.dim() != 2 or hasattr(module, "quantization_scheme"):
+        return None  # the last are compressed-tensors'
     name = fp8_scales_name(module, attribute)
     scales = getattr(module, name, None)
     others = {*module._parameters, *module._buffers} - {name, attribute, "activation_scale", "bias"}
@@ -233,7 +233,7 @@ def _fp8_rows(weight: QuantizedTensor, tables: Tables, stored: Stored) -> Rows:
 FP8_BLOCKS = Format(
     "fp8",
     build_fp8,
-    loads_plain=loading_with("FineGrainedFP8Config"),
+    dequantized_by="FineGrainedFP8Config",
     computes_in=torch.bfloat16,
     shrinks=True,
     loading_not_counted=True,
@@ -248,7 +248,7 @@ FP8_BLOCKS = Format(
 MXFP8 = Format(
     "mxfp8",
     build_fp8,
-    loads_plain=loading_with("FineGrainedFP8Config"),
+    dequantized_by="FineGrainedFP8Config",
     computes_in=torch.bfloat16,
     shrinks=True,
     read_on_disk=True,

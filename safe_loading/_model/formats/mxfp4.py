@@ -19,7 +19,7 @@ from safe_loading.errors import ArgumentError, MergeError
 
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, with_bytes
 from .convertible import skipped_modules
-from .format import TURING, Format, QuantizationRequest, TargetCard, loading_with
+from .format import TURING, Format, QuantizationRequest, TargetCard
 from .middles import Middles
 from .packed_linear import frozen
 from .stored import QuantizedTensor, RowCodes, Stored, StoredCodes, Tables, entries, with_files
@@ -113,7 +113,7 @@ class Mxfp4Mlp(nn.Module):
 MXFP4 = Format(
     "mxfp4",
     build_mxfp4,
-    loads_plain=loading_with("Mxfp4Config"),
+    dequantized_by="Mxfp4Config",
     computes_in=torch.bfloat16,
     loading_not_counted=True,
     read_on_disk=True,

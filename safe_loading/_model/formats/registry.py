@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from .auto_round import AUTO_ROUND
 from .awq import AWQ
 from .bitnet import BITNET, STORED_BITNET
@@ -37,6 +39,11 @@ KNOWN_ON_DISK = (
 def format_named(method: object) -> Format | None:
     """Return the format of a ``quant_method`` as a config has it; None where it is none that is known."""
     return FORMATS.get(method) if isinstance(method, str) else None
+
+
+def is_decoded_at_forward(module: torch.nn.Module) -> bool:
+    """Return whether a layer holds codes that become a plain weight at the model's first forward pass."""
+    return any(each.decoded_at_forward(module) for each in FORMATS.values())
 
 
 def method_of_dtype(dtype: str) -> str:

@@ -14,8 +14,9 @@ from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.arguments import model_source
-from safe_loading._core.report import errors_of
+from safe_loading._core.report import counted, errors_of
 from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.model_config import read_config
 from safe_loading._model.quantized_meta_model import QuantizedModel, quantized_meta_model
 from safe_loading._model.zero3 import refuse_split
@@ -56,6 +57,7 @@ def model_of(
             )
         hub.refuse_for(source)
         refuse_split(source)
+        _refuse_codes_of_now(source)
         return QuantizedModel(source)
     config, folder = _config_and_folder(source, options, hub)
     on_disk = folder is not None and isinstance(source, (str, os.PathLike)) and Path(source).expanduser().is_dir()
@@ -65,6 +67,17 @@ def model_of(
             raise_faults(folder.path, faults)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
     return made._replace(findings=(*made.findings, *untie_as_in_folder(made.model, folder)))
+
+
+def _refuse_codes_of_now(model: torch.nn.Module) -> None:
+    """Refuse a model whose first forward pass makes its weights larger, so that every figure of now is too small."""
+    layers = [name for name, module in model.named_modules() if is_decoded_at_forward(module)]
+    if layers:
+        raise ArgumentError(
+            f"The memory of this {type(model).__name__} cannot be told before its first forward pass, which decodes "
+            f"{counted(len(layers), 'layer')} to plain weights, such as {layers[0]}. Run one, or pass the folder that "
+            f"it was loaded from."
+        )
 
 
 def config_of(

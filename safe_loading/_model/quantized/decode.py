@@ -12,9 +12,11 @@ def decoded_weight(module: torch.nn.Module) -> torch.Tensor:
 
     For a kind of code that is not known here it raises NotImplementedError.
     """
-    if getattr(module, "weight", None) is not None:
-        for each in FORMATS.values():
-            values = each.decode(module)
-            if values is not None:
-                return values
+    packed = getattr(module, "weight", None) is None
+    for each in FORMATS.values():
+        if packed and not each.decoded_at_forward(module):
+            continue
+        values = each.decode(module)
+        if values is not None:
+            return values
     raise NotImplementedError(f"{type(module).__name__} is quantized in a way that is not known here")

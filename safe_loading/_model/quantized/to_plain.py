@@ -11,6 +11,9 @@ _SAVE = "save it with save_pretrained(..., save_original_format=False)"
 def how_to_dequantize(method: object) -> str:
     """Return the advice for a ``quant_method`` of transformers: without a capital, and without a period."""
     known = format_named(method)
+    if known is not None and known.dequantized_by:
+        config = f"{known.dequantized_by}(dequantize=True)"
+        return f"load it with from_pretrained(..., quantization_config={config}), and {_SAVE}"
     if known is not None and known.loads_plain:
         return f"{known.loads_plain}, and {_SAVE}"
     return "take the one that it was made of, whose weights are not quantized"

@@ -1,0 +1,76 @@
+"""Tiny bases that compressed-tensors itself compressed, as llm-compressor publishes them, for tests to share."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_adapter, save_llama
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+from transformers import CompressedTensorsConfig
+
+PACKED = ("W4A16", "NVFP4", "MXFP4A16")  # layers without a weight until the first forward pass
+WHOLE = ("FP8_DYNAMIC", "FP8", "W8A8")  # layers whose weight holds the codes
+TOKENS = torch.arange(24).view(2, 12) % 101
+_LARGEST = {("int", 4): 7.0, ("int", 8): 127.0, ("float", 4): 6.0, ("float", 8): 448.0}
+_GLOBAL = 100.0  # the scale over the scales of groups
+
+
+@cache
+def decoded() -> Any:
+    """Return the config by which a load decodes."""
+    return CompressedTensorsConfig(dequantize=True)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """Load a base with transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model computes; its first forward pass decodes it."""
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def save_compressed(root: Path, preset: str) -> tuple[Path, Path]:
+    """Save a Llama that compressed-tensors has quantized by one of its presets, and an adapter of it."""
+    plain = save_llama(root / "plain", torch.bfloat16, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    adapter = save_adapter(root / "adapter", plain)
+    model = load(plain)
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            _calibrate(module)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(root / "base")
+    compressor.update_config(root / "base")
+    return root / "base", adapter
+
+
+def _calibrate(module: Any) -> None:
+    """Set the scales of a layer, as a calibration does."""
+    weights, matrix = module.quantization_scheme.weights, module.weight.detach().float()
+    strategy, kind = (getattr(name, "value", name) for name in (weights.strategy, weights.type))
+    groups = {"group": weights.group_size, "tensor_group": weights.group_size, "channel": matrix.shape[1]}
+    size = groups.get(strategy)
+    largest = matrix.abs().max() if size is None else matrix.view(len(matrix), -1, size).abs().amax(-1)
+    if strategy == "tensor_group":
+        module.weight_global_scale.data.fill_(_GLOBAL)
+        largest = largest * _GLOBAL
+    scale = largest / _LARGEST[kind, weights.num_bits]
+    module.weight_scale.data.copy_(scale.view(module.weight_scale.shape))
+    for name in ("input_scale", "input_global_scale"):
+        if hasattr(module, name):
+            getattr(module, name).data.fill_(0.05)

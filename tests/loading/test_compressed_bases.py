@@ -1,0 +1,97 @@
+"""Adapters on bases that compressed-tensors packed: decoded while loading, or by the first forward pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed import PACKED, WHOLE, decoded, load, logits, save_compressed
+from peft import PeftModel
+
+from safe_loading import AdapterError, check_checkpoint, load_adapter_on_rank, load_peft_on_rank
+
+PRESETS = (*PACKED, *WHOLE)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Return a base and an adapter by the name of the preset."""
+    return {preset: save_compressed(tmp_path_factory.mktemp(preset), preset) for preset in PRESETS}
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name, and the bytes of those whose numbers cannot be compared."""
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value.data.view(torch.uint8) if value.dtype.itemsize == 1 else value.data for name, value in found}
+
+
+def assert_same(ours: Any, plain: Any) -> None:
+    """Compare what two models hold and compute."""
+    held, expected = tensors(ours), tensors(plain)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
+    assert torch.equal(logits(ours), logits(plain))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_base_that_is_decoded_while_loading_takes_an_adapter_as_with_peft(folders: Any, preset: str) -> None:
+    base, adapter = folders[preset]
+    options = {"quantization_config": decoded()}
+    ours = load_peft_on_rank(base, adapter, base_kwargs=options)
+    assert_same(ours, PeftModel.from_pretrained(load(base, **options), adapter))
+    # scales of inputs that plain layers do not round are no tensors of another class
+    assert not ours.load_report.findings
+
+
+@pytest.mark.parametrize("preset", WHOLE)
+def test_a_base_that_the_first_forward_pass_decodes_takes_an_adapter_as_with_peft(folders: Any, preset: str) -> None:
+    base, adapter = folders[preset]
+    assert_same(load_peft_on_rank(base, adapter), PeftModel.from_pretrained(load(base), adapter))
+
+
+@pytest.mark.parametrize("preset", PACKED)
+def test_packed_layers_are_refused_before_the_base_is_read_and_the_advice_works(
+    folders: Any, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = folders[preset]
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        PeftModel.from_pretrained(load(base), adapter)
+    monkeypatch.setattr("safe_loading._loading.load.load_base", pytest.fail)
+    with pytest.raises(AdapterError, match=r"changes \d+ layers whose weights .*base keeps packed .*dequantize=True"):
+        load_peft_on_rank(base, adapter)
+    report = check_checkpoint(adapter, base_model=base)
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == ["load-refused"]
+    monkeypatch.undo()
+    assert load_peft_on_rank(base, adapter, base_kwargs={"quantization_config": decoded()}).load_report.ok
+
+
+@pytest.mark.parametrize("preset", PACKED)
+def test_a_loaded_base_takes_an_adapter_after_its_first_forward_pass(folders: Any, preset: str) -> None:
+    base, adapter = folders[preset]
+    model, plain = load(base), load(base)
+    with pytest.raises(AdapterError, match="no weight before the model's first forward pass: run one, and load"):
+        load_peft_on_rank(model, adapter)
+    assert torch.equal(logits(model), logits(plain))
+    assert_same(load_peft_on_rank(model, adapter), PeftModel.from_pretrained(plain, adapter))
+
+
+def test_a_later_adapter_arrives_after_the_first_forward_pass(folders: Any, tmp_path: Path) -> None:
+    """That pass leaves caches in every module in place of dictionaries, and a failed load puts tensors back there."""
+    base, adapter = folders["FP8_DYNAMIC"]
+    ours, plain = load_peft_on_rank(base, adapter), PeftModel.from_pretrained(load(base), adapter)
+    before = logits(ours)
+    assert torch.equal(before, logits(plain))
+    assert type(ours.get_base_model().lm_head._parameters) is not dict
+    load_adapter_on_rank(ours, adapter, adapter_name="second")
+    plain.load_adapter(adapter, adapter_name="second")
+    assert_same(ours, plain)
+    other = shutil.copytree(adapter, tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "r": config["r"] + 1}))
+    with pytest.raises(AdapterError, match="cannot be attached"):
+        load_adapter_on_rank(ours, other, adapter_name="third")
+    assert torch.equal(logits(ours), before)
