@@ -47,7 +47,10 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
     if any(name.endswith(_WEIGHTS) for name in names):
         return None
     if any(name.endswith(_GGUF) for name in names):
-        return None if gguf else OtherThing("holds GGUF files, which llama.cpp reads", _OF_GGUF)
+        name = next(name for name in sorted(names) if name.endswith(_GGUF))
+        return (
+            None if gguf else OtherThing("holds GGUF files, which llama.cpp reads", f"{_OF_GGUF}; {_load_gguf(name)}")
+        )
     inside = checkpoints_of(path)
     if not inside:
         return None
@@ -90,9 +93,14 @@ def _names_in(path: Path) -> list[str]:
         return []
 
 
+def _load_gguf(name: str) -> str:
+    return f"load_peft_on_rank decodes it with base_kwargs={{'gguf_file': {name!r}}}"
+
+
 def _one_file(path: Path) -> OtherThing | None:
     if path.suffix == _GGUF:
-        return OtherThing("is a GGUF file, which llama.cpp reads", _OF_GGUF.replace("they were", "it was"))
+        fix = f"{_OF_GGUF.replace('they were', 'it was')}; {_load_gguf(path.name)} and its folder"
+        return OtherThing("is a GGUF file, which llama.cpp reads", fix)
     if path.suffix not in (".json", *_WEIGHTS):
         return None
     return OtherThing("is one file of a checkpoint", f"pass its folder, {str(path.parent)!r}")

@@ -12,7 +12,7 @@ from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, tied_ends_of
-from safe_loading._model.quantized.recognize import is_quantized
+from safe_loading._model.quantized.recognize import is_decoded_gguf, is_quantized
 
 from .audited_model import AuditedModel, has_values, size_of
 
@@ -41,7 +41,11 @@ def check_quantized(audited: AuditedModel) -> Iterator[Finding]:
         if type(module) is torch.nn.Linear and module is not head and not _is_adapters(name)
         if (weight := module._parameters.get("weight")) is not None
     }
-    if plain and not any(is_quantized(module) for module in audited.base.modules()):
+    if (
+        plain
+        and not any(is_quantized(module) for module in audited.base.modules())
+        and not is_decoded_gguf(audited.base)
+    ):
         size = size_of(plain.values())
         message = (
             f"the config says that the model is quantized, but its {len(plain)} linear layers hold "

@@ -17,7 +17,7 @@ from safe_loading._model.peft_layers import (
     outermost_tuner_layers,
 )
 from safe_loading._model.quantized.decode import decoded_weight
-from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
+from safe_loading._model.quantized.recognize import has_offloaded_codes, is_decoded_gguf, is_quantized
 from safe_loading._model.tensor_values import is_finite
 
 from .layer_merge import LayerMerge, MergeOptions
@@ -69,7 +69,7 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
         hand_hooks_on(replacement.old, replacement.new)
         for parent, name in parents.get(id(replacement.old), []):
             setattr(parent, name, replacement.new)
-    if not replacements:
+    if not replacements and not is_decoded_gguf(model):
         return []
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
@@ -77,6 +77,8 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
     for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
         if getattr(model, flag, False):
             setattr(model, flag, False)
+    if not replacements:
+        return []
     size = sum(replacement.weight.nbytes for replacement in replacements)
     dtypes = sorted({str(replacement.weight.dtype).removeprefix("torch.") for replacement in replacements})
     where = f"{len(replacements)} layers, for example {replacements[0].path}"

@@ -24,7 +24,10 @@ def check_tensor(target: MergeTarget | TokenRows) -> None:
             else f"{what} is on meta, so it holds no values. Load the weights first"
         )
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        raise CannotMergeError(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantize the model first")
+        raise CannotMergeError(
+            f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantize the model first, or merge into the "
+            f"base before it is quantized, with merge_lora_checkpoint"
+        )
     fp8 = isinstance(target, MergeTarget) and all(matrix.fp8 is not None for matrix in target.matrices)
     if tensor.dtype not in DTYPES and not fp8:
         raise CannotMergeError(

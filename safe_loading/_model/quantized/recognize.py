@@ -24,3 +24,14 @@ def has_offloaded_codes(module: torch.nn.Module) -> bool:
 def computes_with_others(module: torch.nn.Module) -> bool:
     """Return whether a layer computes with other values than its weight has, so that nothing can be added to that."""
     return any(each.computes_with_others(module) for each in FORMATS.values())
+
+
+def is_decoded_gguf(model: torch.nn.Module) -> bool:
+    """Return whether a model was read from a GGUF file with all weights decoded, which its config does not tell.
+
+    transformers decodes them where no kernel for its blocks is at hand, and calls the model quantized all the same.
+    """
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = getattr(settings, "quant_method", None)
+    decoded = all(parameter.is_floating_point() for parameter in model.parameters())
+    return getattr(method, "value", method) == "gguf" and decoded
