@@ -21,7 +21,7 @@ from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFou
 from .index import read_index
 from .mlx import MLX_WEIGHTS
 from .other_things import address, other_thing
-from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
+from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE, names_of_model
 
 _MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
 _REVISION = re.compile(r"[^\s/.\\\x00-\x1f\x7f~^:?*\[][^\s\\\x00-\x1f\x7f~^:?*\[]{0,254}")
@@ -115,9 +115,7 @@ def base_files(options: Mapping[str, object]) -> Chooser:
     These are arguments of ``from_pretrained``: ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
     ``trust_remote_code`` (Python files too), ``gguf_file``, ``use_safetensors=False`` (pickles); others do not matter.
     """
-    variant = options.get("variant")
-    infix = f".{variant}" if variant else ""
-    single, index = f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
+    variant = str(options["variant"]) if options.get("variant") else None
 
     def choose(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         small = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
@@ -129,6 +127,7 @@ def base_files(options: Mapping[str, object]) -> Chooser:
         pickles = [name for name in sorted(names) if name.startswith("pytorch_model") and name.endswith(".bin")]
         if options.get("use_safetensors") is False:
             return [*chosen, *pickles]
+        single, index = names_of_model(names, variant)
         if single in names:
             return [*chosen, single]
         if index in names:

@@ -54,7 +54,7 @@ def find_weights(
     ``names`` are those that :func:`names_in` returned. ``variant`` ("fp16") is for models only. By default the folder
     is read as an adapter when it holds an adapter and no model weights.
     """
-    single, index = _with_variant("model.safetensors", variant), _with_variant("model.safetensors.index.json", variant)
+    single, index = names_of_model(names, variant)
     configured = _configured(folder, names, read)
     if isinstance(configured, Finding):
         return None, [configured]
@@ -95,6 +95,18 @@ def conversion_command(folder: Path, source: str, target: str) -> str:
     else:
         code = _CONVERT_ONE.format(source=str(folder / source), target=str(folder / target))
     return f"python -c {shlex.quote(code)}"
+
+
+def names_of_model(names: Collection[str], variant: str | None) -> tuple[str, str]:
+    """Return the names of a single file and of an index: those of transformers, or of diffusers where these are there.
+
+    The variant stands before the last suffix with both (diffusers 0.42).
+    """
+    ours, theirs = (
+        (_with_variant(f"{stem}.safetensors", variant), _with_variant(f"{stem}.safetensors.index.json", variant))
+        for stem in ("model", "diffusion_pytorch_model")
+    )
+    return theirs if set(ours).isdisjoint(names) and not set(theirs).isdisjoint(names) else ours
 
 
 def _with_variant(name: str, variant: str | None) -> str:

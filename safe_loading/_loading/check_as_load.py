@@ -42,6 +42,9 @@ class LoadCheck(NamedTuple):
 def check_model(opened: ModelFolder) -> LoadCheck:
     """Check the folder of a model as a load does, which has the class of its config and no adapter."""
 
+    if "_diffusers_version" in (opened.config or {}):
+        return LoadCheck("headers alone: its class is one of diffusers", [])
+
     def check() -> LoadCheck:
         config = base_config(opened.path, {}, opened.config)
         auto_class = class_to_build(config, None, trust_remote_code=False)

@@ -77,7 +77,7 @@ def _model_config(folder: ModelFolder, names: Sequence[str], tensors: Mapping[st
     findings += quantization_findings(path, config, {name.rpartition(".")[0] for name in tensors})
     if found := unread_codes(folder):
         findings = [each for each in findings if each.code != "quantization-unknown"] + [found]
-    if not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str) and "_diffusers_version" not in config:
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
         fix = 'set "model_type" to the architecture, such as "llama"'
         findings.append(note("warning", "config-model-type", path, message, fix))

@@ -109,6 +109,12 @@ def building(config: PreTrainedConfig, what: object, folder: Path | None) -> Ite
 def _unknown_type(document: JsonObject, error: str) -> str | None:
     """Return the sentence about a config that has no model type, or one of no class; None for another error."""
     kind = document.get("model_type")
+    if kind is None and "_diffusers_version" in document:
+        name = document.get("_class_name")
+        return (
+            f" is of diffusers' {name!s:.80}, which transformers does not make. Pass the model itself: "
+            f"{name!s:.80}.from_pretrained(folder), or on meta, for a plan or a wrap, from_config(load_config(folder))."
+        )
     if kind is None and "model_type" in error:
         if "architectures" in document or any(size in document for size in _SIZES):
             what_to_do = 'Set it to the architecture, such as "llama".'
