@@ -74,6 +74,8 @@ def quantized_meta_model(
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
+    if folder is not None or config.name_or_path:
+        _train_as_loaded(model)
     ignored = None if folder is None else ignored_sizes(folder.path, folder.config, config)
     known = [*filter(None, (weights.assumed, ignored))]
     if options.get("auto_class") is None:
@@ -108,6 +110,13 @@ def quantized_meta_model(
     if not request.pre_quantized and chosen.loading_not_counted:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
+
+
+def _train_as_loaded(model: torch.nn.Module) -> None:
+    """Train the parameters that the class froze: ``from_pretrained`` makes each anew, as one to be trained."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
 
 
 def _known_format(request: QuantizationRequest) -> Format:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from allocator import peak_above_start
 from allocator_truth import above_start
 from tiny_models import tiny_config
 
-from safe_loading import Workload, audit_model
+from safe_loading import Workload, audit_model, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 ROWS, TEXT, SAMPLES = 2, 8, 8000
@@ -82,3 +83,24 @@ def test_the_longest_of_given_texts_decides() -> None:
 def test_an_audit_runs_the_step() -> None:
     report = audit_model(listener("Wav2Vec2ForCTC"), Workload.train(ROWS, TEXT), inputs=sounds(), forecast=False)
     assert "SL126" not in {finding.code for finding in report.findings}
+
+
+def test_a_class_freezes_positions_that_are_trained_in_a_model_from_a_folder(tmp_path: Path) -> None:
+    """`from_pretrained` makes each parameter anew, so that Whisper's sinusoids are trained as all else is."""
+    torch.manual_seed(0)
+    made: Any = transformers.WhisperForConditionalGeneration(tiny_config("WhisperForConditionalGeneration"))
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path)
+    of_folder = transformers.AutoConfig.from_pretrained(tmp_path)
+    texts = torch.full((ROWS, TEXT), 5)
+    inputs = {"input_features": torch.ones(ROWS, 80, 128), "decoder_input_ids": texts, "labels": texts}
+    workload = Workload.train(ROWS, TEXT)
+
+    def peak(source: Any) -> int:
+        return predict_memory(source, workload, inputs=inputs).allocated_peak_bytes
+
+    frozen = made.model.encoder.embed_positions.weight
+    assert not frozen.requires_grad
+    assert loaded.model.encoder.embed_positions.weight.requires_grad
+    assert peak(tmp_path) == peak(of_folder) == peak(loaded) >= peak(made) + 2 * frozen.nbytes
+    assert peak(made.config) == peak(made)
