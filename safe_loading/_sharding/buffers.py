@@ -73,8 +73,8 @@ def _uncast_dtypes(model: nn.Module, lost: Mapping[str, TensorPlace]) -> dict[st
     dtypes = {name: place.tensor.dtype for name, place in lost.items()}
     if all(dtype == torch.float32 or not dtype.is_floating_point for dtype in dtypes.values()):
         return dtypes  # nobody cast them to a narrower dtype
-    for path, module in _transformers_models(model):
-        prefix, skeleton = f"{canonical(path)}." if path else "", _skeleton_like(module)
+    for path, module in transformers_models(model):
+        prefix, skeleton = f"{canonical(path)}." if path else "", skeleton_like(module)
         for place in tensor_places(skeleton, repeats=False) if skeleton is not None else ():
             name = f"{prefix}{canonical(place.name)}"
             if place.is_buffer and name in dtypes:
@@ -82,7 +82,7 @@ def _uncast_dtypes(model: nn.Module, lost: Mapping[str, TensorPlace]) -> dict[st
     return dtypes
 
 
-def _skeleton_like(model: PreTrainedModel) -> nn.Module | None:
+def skeleton_like(model: PreTrainedModel) -> nn.Module | None:
     """Return a model on meta as ``from_pretrained`` makes it in the same dtype; None where the class cannot."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
@@ -99,7 +99,7 @@ def _skeleton_like(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def _transformers_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+def transformers_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     """Yield the outermost transformers models in a module tree with their paths."""
     outer_paths: list[str] = []
     for path, module in model.named_modules():
@@ -117,7 +117,7 @@ def _compute_poisoned(
     with MetaStandIns(model), _marked_as_loaded(model), own_copy_of_generators(), torch.no_grad():
         for name, place in lost.items():
             place.module._buffers[place.attribute] = _poisoned(place.tensor.shape, dtypes[name], poison)
-        for _, inner in _transformers_models(model):
+        for _, inner in transformers_models(model):
             initialize: Callable[[], object] = inner.initialize_weights  # transformers annotates nothing here
             initialize()
         # a dict and not a set: modules are reset in the order of the tree

@@ -30,6 +30,7 @@ from .fsdp_units import ShardingUnit, Wrap, plan_units
 from .mesh import TENSOR, WrapPlace, find_place, is_tensor_parallel
 from .parameters import Ignored
 from .peak_memory import Peak
+from .plain_attributes import fill_attributes
 from .report import FsdpReport, FsdpUnit
 from .run import WrapResult, run_wrap
 from .saving import make_saving_whole
@@ -167,6 +168,7 @@ def _wrap(
 ) -> ShardedModel:
     """Return the wrapped model, with its report; until here nothing of it was touched."""
     model, where, version, timeout = setup.model, setup.where, setup.how.version, setup.how.timeout
+    fill_attributes(model)
     with ranks.together("compare tied weights", timeout=timeout):
         if untie_as_in_folder(setup, path):
             kept = [each.tensor for each in setup.tensors.ignored if isinstance(each.tensor, nn.Parameter)]

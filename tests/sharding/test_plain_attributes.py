@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from fsdp_cases import whole
+from peft import LoraConfig, get_peft_model
 from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from torch import nn
 
@@ -103,6 +104,39 @@ def pruned() -> Any:
 @pytest.mark.parametrize("make", [scaled, recurrent, pruned])
 def test_what_torch_computes_before_each_forward_is_not_refused(make: Callable[[], Any]) -> None:
     refuse_attributes_on_meta(on_meta(make))
+
+
+def codec() -> Any:
+    """A codec whose convolutions keep their paddings, computed from numbers, in plain attributes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_filters": 8, "head_dim": 16}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_quantizers"), 4)
+    codes = dict.fromkeys(("codebook_size", "codebook_dim", "vector_quantization_hidden_dimension"), 8)
+    options = {"upsampling_ratios": [4, 2], "upsample_groups": 64, "num_semantic_quantizers": 1}
+    return transformers.MimiConfig(**sizes, **heads, **codes, **options, use_causal_conv=False)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_class_computes_from_numbers_is_computed_again(one_rank: None, adapted: bool) -> None:
+    def made(config: Any) -> Any:
+        model = transformers.MimiModel(config)
+        lora = LoraConfig(r=2, target_modules=["q_proj"])
+        return get_peft_model(model, lora) if adapted else model
+
+    one = made(codec()).eval()
+    sound = torch.linspace(-1, 1, 960).view(1, 1, -1)
+    on_ranks = on_meta(lambda: made(codec())).eval()
+    with pytest.raises(SafeLoadingError, match="have no values"):
+        wrap_fsdp_meta_safe(on_ranks, {})
+    assert any(tensor.is_meta for module in on_ranks.modules() for tensor in attributes(module).values())
+    model = wrap_fsdp_meta_safe(on_ranks, one.state_dict())
+    for module, like in zip(model.modules(), one.modules(), strict=True):
+        for name, tensor in attributes(module).items():
+            assert torch.equal(tensor, attributes(like)[name]), name
+    assert torch.equal(whole(model(sound).audio_values), one(sound).audio_values)
+
+
+def attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize("name", SAMPLE)
