@@ -311,6 +311,22 @@ def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.M
     assert len(requests) == len(files)  # whatever follows one another in a file is read in one call
 
 
+@pytest.mark.parametrize("limits", [{"_BATCH_BYTES": 4000}, {"MOST_BUFFERS": 3}])
+@pytest.mark.parametrize("cores", [1, 4])
+def test_a_batch_that_begins_where_the_last_one_ended_is_read_from_there(
+    limits: dict[str, int], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    monkeypatch.setattr(reading, "cores_of_rank", lambda: cores)
+    for name, limit in limits.items():
+        monkeypatch.setattr(reading, name, limit)
+    full, bytes_read = read_as_ranks(open_source(folder, model), model, 1, "rows")
+    wanted = dict(load_all(folder))
+    assert [name for name, tensor in full.items() if not torch.equal(tensor, wanted[name])] == []
+    assert bytes_read == sum(tensor.nbytes for tensor in full.values())
+
+
 def slow_reads_in_threads(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = bool) -> set[str]:
     """Have four threads read short calls and each file be closed after its reads; return the names of the threads."""
     names: set[str] = set()

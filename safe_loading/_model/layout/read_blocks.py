@@ -66,6 +66,7 @@ class AdjacentReads:
     def finish(self) -> None:
         """Wait until all that was added is read."""
         self._read()
+        self._descriptor = -1  # of what comes next nothing is a neighbor: its call begins elsewhere, or in another file
         calls, self._calls = self._calls, []
         for call in calls:
             call.result()
