@@ -1,4 +1,4 @@
-"""Layers whose class changes the weight before it multiplies by it: no merged weight computes what they compute."""
+"""Layers whose class changes its weight or input before the product: no merged weight computes what they compute."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_convolution_that_standardizes_its_weight_is_not_merged_anywhere(tmp_p
         lambda: merge_lora_inplace(model),
         lambda: merge_lora_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"),
     ):
-        with pytest.raises(MergeError, match="WeightStandardizedConv2d changes its weight in each forward pass"):
+        with pytest.raises(MergeError, match="WeightStandardizedConv2d does more than multiply by its weight"):
             merge()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not (tmp_path / "out").exists()
@@ -57,6 +57,13 @@ class Halved(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight / 2, self.bias)
+
+
+class Causal(nn.Conv1d):
+    """A convolution that sees no later input: its steps of two begin at the zeros that it puts before the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, (1, 0)))
 
 
 class OfItsOwn(nn.Linear):
@@ -78,6 +85,8 @@ class OfItsOwn(nn.Linear):
         (STANDARDIZED(4, 32, 3, padding="SAME", dilation=2, bias=True), False),
         (PADDING(4, 32, 3), None),
         (Halved(16, 32), False),
+        (Causal(4, 32, 3, stride=2), False),
+        (Causal(4, 32, 3), None),
         (OfItsOwn(16, 32), None),
         (nn.Embedding(16, 32), True),
         (AutoBitLinear(16, 32, online_quant=True), False),

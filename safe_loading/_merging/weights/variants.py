@@ -105,15 +105,15 @@ _ROWS = 8  # of a weight, which are enough to see how a class computes with it
 
 
 def refuse_other_product(base: torch.nn.Module) -> None:
-    """Refuse a layer whose class does more with its weight than the product, such as to standardize it first.
+    """Refuse a layer whose class does more than the product, such as to standardize its weight or to pad its input.
 
     peft adds to what comes out of such a layer. Nothing is refused where that cannot be tried.
     """
     if adds_up(base) is False:
         raise CannotMergeError(
-            f"its {type(base).__name__} changes its weight in each forward pass before it multiplies by it, and peft "
-            f"adds to what comes out, so no merged weight computes what the layer computes. Leave it out of "
-            f"target_modules, or keep the adapter"
+            f"its {type(base).__name__} does more than multiply by its weight (it changes the weight or its input "
+            f"first), and peft adds to what comes out, so no merged weight computes what the layer computes. Leave it "
+            f"out of target_modules, or keep the adapter"
         )
 
 
