@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from safe_loading._core.names import canonical
 from safe_loading._model.size_limit import refuse_large_buffers
-from safe_loading._model.stand_ins import MetaStandIns
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.tensors import TensorPlace, tensor_places
 from safe_loading._ranks.own_generators import own_copy_of_generators
 from safe_loading.errors import CheckpointError
@@ -123,11 +123,42 @@ def _compute_poisoned(
         # a dict and not a set: modules are reset in the order of the tree
         for module in dict.fromkeys(place.module for place in lost.values() if _holds_poison(place, poison)):
             _reset(module)
+        _take_from_twins(model, {name: place for name, place in lost.items() if _holds_poison(place, poison)})
         values = {name: _value(place) for name, place in lost.items()}
         unwritten = {
             name for name, place in lost.items() if _holds_poison(place, poison) or values[name].dtype != dtypes[name]
         }
     return values, unwritten
+
+
+def twins_of_diffusers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield the paths of the models of diffusers in a tree, each with two that its class makes anew on the host.
+
+    They have the buffers and attributes that a constructor computes, and parameters without values, which take no
+    memory. In what was drawn at random the two differ.
+    """
+    for path, module in model.named_modules():
+        make = getattr(type(module), "from_config", None)
+        config: object = vars(module).get("_internal_dict")  # where diffusers keeps it (0.42)
+        if callable(make) and isinstance(config, Mapping):
+            with contextlib.suppress(Exception):  # a user's class, whose constructor may ask for anything
+                with own_copy_of_generators(), NoInit(), torch.device("cpu"):
+                    twins = make(config), make(config)
+                yield path, *twins
+
+
+def _take_from_twins(model: nn.Module, lost: Mapping[str, TensorPlace]) -> None:
+    """Fill buffers that a class of diffusers computes in its constructor alone."""
+    for path, one, other in twins_of_diffusers(model) if lost else ():
+        prefix = f"{canonical(path)}." if path else ""
+        values, again = dict(one.named_buffers()), dict(other.named_buffers())
+        for name, place in lost.items():
+            value = values.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            into = place.module._buffers[place.attribute]
+            if value is None or into is None or (value.shape, value.dtype) != (into.shape, into.dtype):
+                continue
+            if torch.equal(value, again[name.removeprefix(prefix)]):
+                into.copy_(value)
 
 
 def _reset(module: nn.Module) -> None:

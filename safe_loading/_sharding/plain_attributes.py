@@ -13,7 +13,7 @@ from safe_loading._core.names import canonical
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
-from .buffers import skeleton_like, transformers_models
+from .buffers import skeleton_like, transformers_models, twins_of_diffusers
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -74,21 +74,33 @@ def _attributes_on_meta(model: nn.Module) -> list[_AttributeOnMeta]:
 
 
 def _values_from_numbers(model: nn.Module, found: Collection[_AttributeOnMeta]) -> dict[str, torch.Tensor]:
-    """Return the values of the attributes that a class of transformers computes from numbers (Mimi's paddings).
+    """Return the values of the attributes that a class computes from numbers (Mimi's paddings, Qwen-Image's rotations).
 
-    ``from_pretrained`` builds on meta and leaves them there.
+    ``from_pretrained`` of transformers builds on meta and leaves them there.
     """
     values: dict[str, torch.Tensor] = {}
     for path, inner in transformers_models(model) if found else ():
-        prefix = f"{canonical(path)}." if path else ""
         with _NumbersOnHost():
             skeleton = skeleton_like(inner)
-        modules = {} if skeleton is None else dict(skeleton.named_modules())
-        for each in found:
-            owner = modules.get(canonical(each.path).removeprefix(prefix) if each.module is not inner else "")
-            value = None if owner is None else vars(owner).get(each.place)
-            if isinstance(value, torch.Tensor) and not value.is_meta and _alike(value, each.tensor):
-                values.setdefault(each.name, value)
+        if skeleton is not None:
+            values |= _values_in(path, skeleton, found)
+    for path, one, other in twins_of_diffusers(model) if found else ():
+        first, again = _values_in(path, one, found), _values_in(path, other, found)
+        values |= {name: value for name, value in first.items() if torch.equal(value, again[name])}
+    return values
+
+
+def _values_in(path: str, made: nn.Module, found: Collection[_AttributeOnMeta]) -> dict[str, torch.Tensor]:
+    """Return the attributes' values in a model that was made anew like the one at this path."""
+    modules = {
+        canonical(f"{path}.{name}" if path and name else path or name): each for name, each in made.named_modules()
+    }
+    values = {}
+    for each in found:
+        owner = modules.get(canonical(each.path))
+        value = None if owner is None else vars(owner).get(each.place)
+        if isinstance(value, torch.Tensor) and not value.is_meta and _alike(value, each.tensor):
+            values[each.name] = value
     return values
 
 

@@ -74,6 +74,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass for example AutoModelForCausalLM": _MADE,
     },
     "_model/model_config.py": {
+        "Pass the model itself": "sharding/test_diffusers.py::test_a_config_of_diffusers_is_named_and_the_advice_works",
         "Correct it, or delete it": _MADE,
         "Correct the config, or pass the class": _MADE,
         "Read it first": f"{_ADVISED}test_code_that_is_read_and_trusted_runs",

@@ -128,6 +128,34 @@ def test_both_remedies_of_the_error_work() -> None:
     assert model.state_dict().keys() == {"0.weight", "1.weight"}  # an assigned buffer stays out of checkpoints
 
 
+class OfDiffusers(torch.nn.Module):
+    """A model as diffusers makes them: its class makes another from the config that it keeps."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._internal_dict = {"size": size}
+        self.weight = torch.nn.Parameter(torch.randn(size))
+        self.register_buffer("table", torch.arange(size) / 7, persistent=False)
+        self.register_buffer("drawn", torch.randn(size), persistent=False)
+
+    @classmethod
+    def from_config(cls, config: dict[str, int]) -> OfDiffusers:
+        return cls(**config)
+
+
+def test_a_constructor_of_diffusers_computes_its_buffers_again_and_draws_none() -> None:
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"inner": OfDiffusers(5)})
+    with pytest.raises(CheckpointError, match=r"inner\.drawn: torch\.float32 \[5\]") as refused:
+        compute_buffers(model)
+    assert len(refused.value.problems) == 1
+    model["inner"].drawn = torch.zeros(5)
+    (value,) = compute_buffers(model).values()
+    assert torch.equal(value, torch.arange(5) / 7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_real_buffers_and_real_weights_are_not_touched() -> None:
     torch.manual_seed(0)
     model = Resets()
