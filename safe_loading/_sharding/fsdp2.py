@@ -7,7 +7,7 @@ import importlib
 import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from safe_loading.errors import ArgumentError, DeviceError
 
 from .fsdp_units import ShardingUnit
 from .local_shard import ElementRange
+from .parameters import parameters_of
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")
@@ -135,6 +136,8 @@ def wrap(
     ``reshard_after_forward`` is torch's, for the units that are not kept; None is torch's default, to free them.
     """
     modules = dict(model.named_modules())
+    apart = _parameters_apart(model, units)
+    left = set(ignored).union(*apart.values())
 
     def shard(targets: Sequence[nn.Module], reshard: bool | int | None) -> None:
         fully_shard(
@@ -143,13 +146,15 @@ def wrap(
             reshard_after_forward=reshard,
             mp_policy=mixed_precision,
             offload_policy=offload,
-            ignored_params=set(ignored) or None,
+            ignored_params=left or None,
         )
         for target in targets:
             sharded: Any = type(target)
             target.__class__ = class_of_unit(sharded.__mro__[2])  # FSDP<name>, FSDPModule, <name>
 
     for unit in units:
+        if unit.parameters_only:
+            continue
         is_root = unit.modules == ("",)
         if is_root and (base := base_of_adapters(model)) is not None and not _shares_with_outside(base, model):
             # A unit of its own, so that it still gathers its parameters when peft gives it back without the adapters.
@@ -160,6 +165,16 @@ def wrap(
             [modules[name] for name in unit.modules],
             None if is_root else False if unit.keeps else reshard_after_forward,
         )
+    for unit, own in apart.items():  # once the units around them have taken what else their modules have
+        left = set(model.parameters()) - own
+        shard([modules[name] for name in unit.modules], reshard_after_forward)
+
+
+def _parameters_apart(model: nn.Module, units: Sequence[ShardingUnit]) -> dict[ShardingUnit, set[nn.Parameter]]:
+    """Return the parameters of each unit that leaves out what else its modules have."""
+    apart = [unit for unit in units if unit.parameters_only]
+    named = {each.name: cast("nn.Parameter", each.tensor) for each in parameters_of(model)} if apart else {}
+    return {unit: {named[name] for name in unit.parameters} for unit in apart}
 
 
 def _shares_with_outside(base: nn.Module, model: nn.Module) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from safe_loading._core.names import WRAPPER_PARTS, canonical, nearest
+from safe_loading._core.names import PEFT_PREFIX, WRAPPER_PARTS, ancestors, canonical, nearest
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
@@ -35,6 +37,8 @@ class ShardingUnit:
     bytes: int  # their size while they are gathered
     # whether they stay gathered from the forward to the backward pass, instead of being gathered twice
     keeps: bool = False
+    # whether what else its modules have is left to the unit around it; its parameters have another dtype
+    parameters_only: bool = False
 
     @property
     def name(self) -> str:
@@ -65,18 +69,27 @@ def plan_units(
             groups.append(tail)
             keeping.add(tail)
     owned = _owned(groups, places)
-    more = _separate_dtypes(groups, owned, places, modules, flat=flat)
-    if more != groups:  # the parameters of the new units are no longer those of the units around them
-        groups, owned = more, _owned(more, places)
+    more, apart = _separate_dtypes(groups, owned, places, modules, flat=flat)
+    if more != groups or apart:  # the parameters of the new units are no longer those of the units around them
+        groups, owned = more, _owned(more, places, apart)
     # the innermost first: fully_shard leaves out of a unit what the units inside it have taken
     order = sorted(groups, key=lambda group: -max(_depth(name) for name in group))
     units = [_unit(group, owned[group], keeps=group in keeping) for group in order if owned[group]]
+    units += [
+        _unit((name,), owned[(name,)], keeps=False, parameters_only=True) for name in dict.fromkeys(apart.values())
+    ]
     return (*units, _unit(("",), owned[("",)], keeps=True))
 
 
-def _unit(group: tuple[str, ...], parameters: Sequence[tuple[str, nn.Parameter]], *, keeps: bool) -> ShardingUnit:
+def _unit(
+    group: tuple[str, ...],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    *,
+    keeps: bool,
+    parameters_only: bool = False,
+) -> ShardingUnit:
     size = sum(parameter.numel() * parameter.itemsize for _, parameter in parameters)
-    return ShardingUnit(group, tuple(name for name, _ in parameters), size, keeps)
+    return ShardingUnit(group, tuple(name for name, _ in parameters), size, keeps, parameters_only)
 
 
 def _default_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -304,46 +317,95 @@ def _norm_and_head(
 Owned = dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # the parameters of each group, with canonical names
 
 
-def _owned(groups: Sequence[tuple[str, ...]], places: Places) -> Owned:
+def _owned(
+    groups: Sequence[tuple[str, ...]], places: Places, apart: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> Owned:
+    """Return the parameters of each group; those in ``apart`` are of the unit that their module there makes."""
     of = {name: group for group in groups for name in group}
     owned: Owned = {group: [] for group in groups}
     owned.setdefault(("",), [])
     group_of: dict[str, tuple[str, ...]] = {}  # by module: its parameters share it
     for parameter, names in places.items():
+        name = canonical(names[0])
+        if parameter in apart:
+            owned.setdefault((apart[parameter],), []).append((name, parameter))
+            continue
         module = names[0].rpartition(".")[0]
         if module not in group_of:
             group_of[module] = _innermost(names[0], of)
-        owned[group_of[module]].append((canonical(names[0]), parameter))
+        owned[group_of[module]].append((name, parameter))
     return owned
 
 
 def _separate_dtypes(
     groups: list[tuple[str, ...]], owned: Owned, places: Places, modules: Mapping[str, nn.Module], *, flat: bool
-) -> list[tuple[str, ...]]:
-    """Give modules of another dtype units of their own.
+) -> tuple[list[tuple[str, ...]], dict[nn.Parameter, str]]:
+    """Give parameters of another dtype than their unit's most units of their own.
 
-    FSDP2 reduces the gradients of a unit in one dtype, and FSDP1 flattens all its parameters into one tensor.
+    FSDP2 reduces the gradients of a unit in one dtype, and FSDP1 flattens all its parameters into one tensor. Returns
+    the groups, with modules that hold such parameters alone, and for other parameters the module that gathers them:
+    FSDP2 can leave out of a unit what a module has beside them.
     """
+    taken = {name for group in groups for name in group} | _around_adapters(modules)
+    apart: dict[nn.Parameter, str] = {}
+    dtypes: dict[str, torch.dtype] = {}  # of the units of modules in ``apart``
     problems: list[str] = []
     for parameters in owned.values():
-        counted = [parameter for _, parameter in parameters if flat or parameter.requires_grad]
-        sizes: dict[torch.dtype, int] = defaultdict(int)
-        for parameter in counted:
-            sizes[parameter.dtype] += parameter.numel()
-        main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-        for parameter in counted:
-            if parameter.dtype == main:
-                continue
-            module, _, _ = places[parameter][0].rpartition(".")
-            alone = all(each.dtype == parameter.dtype for each in modules[module].parameters())
-            if not module or len(places[parameter]) > 1 or not alone or not can_run(modules[module]):
+        main, others = _by_dtype([parameter for _, parameter in parameters if flat or parameter.requires_grad])
+        for parameter in others:
+            module = _module_alone(parameter, places, modules)
+            around = None if flat else _module_around(places[parameter], taken, modules)
+            if module is not None and (around in (None, module) or not _is_layer(modules[module])):
+                groups = groups if (module,) in groups else [*groups, (module,)]
+            elif around is not None and dtypes.setdefault(around, parameter.dtype) == parameter.dtype:
+                apart[parameter] = around
+            else:
                 problems.append(f"{canonical(places[parameter][0])} is {parameter.dtype}, its unit is {main}")
-            elif (module,) not in groups:
-                groups = [*groups, (module,)]
     if problems:
         raise ArgumentError(
             "FSDP needs one dtype among the parameters of a unit, and these have no module of their own that could be "
             "a unit; cast them, or pass auto_wrap_policy= with units of one dtype each:",
             problems,
         )
-    return groups
+    return groups, {parameter: name for parameter, name in apart.items() if (name,) not in groups}
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, list[nn.Parameter]]:
+    """Return the dtype of most elements, and the parameters of other dtypes."""
+    each = list(parameters)
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for parameter in each:
+        sizes[parameter.dtype] += parameter.numel()
+    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return main, [parameter for parameter in each if parameter.dtype != main]
+
+
+def _module_alone(parameter: nn.Parameter, places: Places, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the module of a parameter if all that it has is of that dtype, and it can run; None otherwise."""
+    module = places[parameter][0].rpartition(".")[0]
+    alone = all(each.dtype == parameter.dtype for each in modules[module].parameters())
+    return module if module and len(places[parameter]) == 1 and alone and can_run(modules[module]) else None
+
+
+def _module_around(names: Sequence[str], taken: Container[str], modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the innermost module around a parameter that can run, inside of its unit; None without one.
+
+    Around a layer rather than the layer itself, because the module around it may read its weight. None for a tied
+    parameter, as embeddings are called from anywhere.
+    """
+    path = names[0].rpartition(".")[0]
+    parent = path.rpartition(".")[0]
+    if _is_layer(modules[path]) and can_run(modules[parent]) and parent not in taken:
+        path = parent
+    inside = itertools.takewhile(lambda each: each and each not in taken, ancestors(path))
+    return next((each for each in inside if can_run(modules[each])), None) if len(names) == 1 else None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(_base_layer(module), _BARE)
+
+
+def _around_adapters(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the base of a PeftModel, which becomes a unit of its own, and the module around it, which may go away."""
+    has_adapters = hasattr(type(modules[""]), "get_base_model")
+    return {PEFT_PREFIX.rstrip("."), PEFT_PREFIX.partition(".")[0]} if has_adapters else set()

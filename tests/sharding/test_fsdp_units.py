@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import gpt2, llama, on_meta, reference, whole
+from engines import needs
+from fsdp_cases import NOTHING, gpt2, llama, on_meta, reference, whole
+from rank_server import RankServer
 from tiny_models import tiny_config
 from torch import nn
 
@@ -170,6 +173,75 @@ def test_another_dtype_gets_a_unit_where_torch_asks_for_one() -> None:
         plan_units(model)
 
 
+class Gate(nn.Module):
+    """Reads the weight of a layer past its forward, as routers and causal convolutions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.linear(x.float(), self.scores.weight).to(x.dtype)
+
+
+class Kept(nn.Module):
+    """Has parameters that stay in float32 beside layers in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(4, 4), Gate()
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.inner(x) * self.sinks.to(x.dtype))
+
+
+class KeptLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.gate, self.out = Kept(), Gate(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.gate(x + self.attention(x)))
+
+
+class KeptModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Sequential(*(KeptLayer() for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embed(x))
+
+
+def kept_model() -> KeptModel:
+    torch.manual_seed(0)
+    model = KeptModel().bfloat16()
+    for name, parameter in model.named_parameters():
+        if "sinks" in name or "scores.weight" in name:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def test_a_parameter_of_another_dtype_is_a_unit_of_the_module_that_computes_with_it(one_rank: None) -> None:
+    """The others of that module stay in the unit around, so that no layer becomes a unit of its own."""
+    units = {unit.name: unit.parameters for unit in plan_units(kept_model())}
+    for number in range(2):
+        assert units[f"body.{number}.attention"] == (f"body.{number}.attention.sinks",)
+        assert units[f"body.{number}.gate"] == (f"body.{number}.gate.scores.weight",)
+        assert units[f"body.{number}.attention.gate"] == (f"body.{number}.attention.gate.scores.weight",)
+        assert len(units[f"body.{number}"]) == 6
+    one, sharded = kept_model(), wrap_fsdp_meta_safe(kept_model())
+    for _ in range(2):
+        for model in (one, sharded):
+            model(torch.arange(5)).float().square().sum().backward()
+    for own, other in zip(sharded.parameters(), one.parameters(), strict=True):
+        assert own.dtype == other.dtype
+        assert torch.equal(whole(own), other)
+        assert own.grad is None if other.grad is None else torch.equal(whole(own.grad), other.grad)
+
+
 @pytest.mark.parametrize("wider", ["model.norm", "lm_head"])
 def test_a_last_norm_of_another_dtype_than_the_head_is_a_unit_of_its_own(one_rank: None, wider: str) -> None:
     """As k-bit preparation casts the norms, and TRL the head."""
@@ -202,3 +274,49 @@ def test_a_module_without_parameters_may_be_ignored() -> None:
     assert ignored_parameters(model, bare) == set()
     with pytest.raises(ArgumentError, match="a Linear: matches no parameter of the model"):
         ignored_parameters(model, nn.Linear(2, 2))
+
+
+KEPT = """
+import pathlib, sys, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+import transformers
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+from fsdp_cases import compared
+from fsdp_sweep import batch_of, bound, step
+from safe_loading import meta_model, wrap_fsdp_meta_safe
+from tiny_models import saved
+dist.init_process_group("gloo")
+for name in sys.argv[2].split(","):
+    kind, folder = getattr(transformers, name), pathlib.Path(sys.argv[1], name)
+    if dist.get_rank() == 0:
+        saved(name, folder)
+    dist.barrier()
+    options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    one = kind.from_pretrained(folder, **options).train()
+    for parameter in one.parameters():
+        parameter.data = parameter.data.clone()  # from where it lies in the file, with another alignment
+    model = wrap_fsdp_meta_safe(meta_model(folder, kind, **options).train(), folder)
+    batch = batch_of(one)
+    logits = step(model, batch)
+    bound(one, [unit.name for unit in model.fsdp_report.units])
+    report(**{name: [
+        compared(one, model, step(one, batch), logits),
+        sum(parameter.dtype == torch.float32 for parameter in model.parameters()),
+    ]})
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs("transformers", "5.23")
+def test_classes_that_keep_parameters_in_float32_train_in_bfloat16(rank_server: RankServer, tmp_path: Path) -> None:
+    """Sinks of heads, gates of experts, and convolutions whose weight the module around them reads."""
+    classes = ["FlintForCausalLM", "InklingForCausalLM", "BailingHybridForCausalLM", "Inkling2ForCausalLM"]
+    for facts in rank_server.run(KEPT, 2, args=[tmp_path, ",".join(classes)]).found:
+        for name in classes:
+            differences, kept = facts[name]
+            assert differences == NOTHING
+            assert kept
