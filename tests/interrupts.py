@@ -24,7 +24,7 @@ import safe_loading
 PACKAGE = str(Path(safe_loading.__file__).parent)
 WITHIN = (PACKAGE, str(Path(peft.__file__).parent))  # peft changes a model as well
 # A look at every object of the process: nearly all the lines of a wrap, and none of them changes anything.
-PASSED_OVER = "stale_optimizers"
+PASSED_OVER = "stale_holders"
 
 
 class Lines:

@@ -186,6 +186,24 @@ def dtype_plan(model: object, dtype: object) -> dict[str, Any]:
     return dict(plan_for(dtype) if plan_for is not None else getattr(model, "dtype_plan", None) or {})
 
 
+def kept_dtypes(model: object, dtype: object) -> Callable[[str], Any] | None:
+    """Return the function from a tensor's name to the dtype in which the class keeps it; None where it keeps none.
+
+    The function returns None for the names of all other tensors.
+    """
+    plan = dtype_plan(model, dtype)
+    if not plan:
+        return None
+    # transformers' own matcher: in its patterns "*" is anything, and they match parts of names
+    pattern, pattern_of, _ = import_module("transformers.core_model_loading").build_glob_alternation(list(plan))
+
+    def kept(name: str) -> Any:
+        match = pattern.search(name)
+        return None if match is None or match.lastgroup is None else plan[pattern_of[match.lastgroup]]
+
+    return kept
+
+
 def set_adapter(model: Any, name: str, *, trainable: bool) -> None:
     """Make one adapter of a PeftModel the active one, and it alone trainable if asked.
 

@@ -12,12 +12,11 @@ from typing import Any, TypeGuard
 import torch
 import transformers
 from transformers import BitsAndBytesConfig, PreTrainedConfig
-from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.unread_codes import refuse_unread_codes, refuse_unread_config
-from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
+from safe_loading._core.engines import kept_dtypes, set_config_dtype, tie_on_meta
 from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
@@ -334,16 +333,11 @@ def _can_build(model_class: object) -> TypeGuard[ModelClass]:
 
 def _keep_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights that the class keeps in float32, which ``from_pretrained`` does as it loads each weight."""
-    plan: Mapping[str, torch.dtype] = dtype_plan(model, dtype)
-    if not plan:
+    kept_dtype = kept_dtypes(model, dtype)
+    if kept_dtype is None:
         return
-    # transformers' own matcher (core_model_loading): in its patterns "*" is anything, and they match parts of names
-    pattern, pattern_of, _ = loader.build_glob_alternation(list(plan))
     for place in tensor_places(model):
-        match = pattern.search(place.name) if place.persistent else None
-        if match is None or match.lastgroup is None:
-            continue
-        kept = plan[pattern_of[match.lastgroup]]
-        if place.tensor.is_floating_point() and place.tensor.dtype != kept:
+        kept = kept_dtype(place.name) if place.persistent else None
+        if kept is not None and place.tensor.is_floating_point() and place.tensor.dtype != kept:
             # in place, so that tied weights stay one parameter
             place.tensor.data = place.tensor.data.to(kept)

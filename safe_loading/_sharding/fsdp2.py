@@ -171,7 +171,7 @@ def wrap(
 
 
 def _parameters_apart(model: nn.Module, units: Sequence[ShardingUnit]) -> dict[ShardingUnit, set[nn.Parameter]]:
-    """Return the parameters of each unit that leaves out what else its modules have."""
+    """Return the parameters of each unit that leaves the others of its modules to the unit around it."""
     apart = [unit for unit in units if unit.parameters_only]
     named = {each.name: cast("nn.Parameter", each.tensor) for each in parameters_of(model)} if apart else {}
     return {unit: {named[name] for name in unit.parameters} for unit in apart}

@@ -23,7 +23,7 @@ from .accelerate_findings import accelerate_findings
 from .added_after_wrap import Wrapped
 from .buffers import compute_buffers
 from .checkpoint_folder import Folder, open_folder
-from .checks import check_whole, stale_optimizers
+from .checks import check_whole, kept_precision_findings, stale_holders
 from .four_bit import refuse_packed_by_root, share_statistics
 from .freed_after_passes import free_after_passes
 from .local_shard import ElementRange, LocalShard
@@ -77,12 +77,13 @@ def run_wrap(setup: Setup, ranks: Ranks, path: Path | None) -> WrapResult:
     with ranks.together(label, timeout=timeout):
         mesh = make_mesh(setup.where, Waiting(ranks, label, setup.where.device, timeout))
     root_values, folder = _find_values(setup, ranks, mesh, path)
-    # before the wrap replaces the parameters by which a stale optimizer is told
+    # before the wrap replaces the parameters by which a stale optimizer, or a tie outside, is told
     findings = (
         *root_values.findings,
         *folder.findings,
-        *stale_optimizers(setup.tensors.parameters),
+        *stale_holders(setup.model, setup.tensors.parameters),
         *accelerate_findings(setup.how.version, getattr(setup.how.mixed_precision, "param_dtype", None)),
+        *kept_precision_findings(setup.model, setup.tensors.sharded, setup.how.mixed_precision),
     )
     with ranks.together("compute the buffers", timeout=timeout):
         _refuse_unfilled(setup, root_values, folder)

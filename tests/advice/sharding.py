@@ -48,7 +48,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "Load the folder on every rank": "sharding/test_packed_under_fsdp.py::"
         "test_a_packed_folder_is_loaded_and_then_wrapped",
     },
-    "_sharding/checks.py": {"make the optimizer after": _OPTIMIZER},
+    "_sharding/checks.py": {
+        "make the optimizer after": _OPTIMIZER,
+        "wrap the {}, so that both are in it": f"{_ADVISED}test_a_model_is_wrapped_with_all_that_shares_its_weights",
+        "build the model with dtype={}": "sharding/test_kept_precision.py::"
+        "test_a_policy_that_casts_what_a_class_keeps_is_told",
+    },
     "_sharding/four_bit.py": {
         "Pass the folder of the checkpoint": "sharding/test_four_bit.py::"
         "test_codes_statistics_and_a_step_are_those_of_a_base_that_was_loaded_whole"

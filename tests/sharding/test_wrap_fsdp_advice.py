@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_cases import llama, reference
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -325,6 +326,29 @@ def test_an_optimizer_is_made_after_the_wrap(one_rank: None, engines_objects: No
     with pytest.raises(SafeLoadingError, match=r"pass a torch optimizer"):
         assert_optimizer_sharded(any_of(3), model)
     assert_optimizer_sharded(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_a_model_is_wrapped_with_all_that_shares_its_weights(one_rank: None, engines_objects: None) -> None:
+    def findings(wrapped: Any) -> list[Any]:
+        return [finding for finding in wrapped.fsdp_report.findings if finding.code == "shared-outside"]
+
+    def tied() -> Any:
+        return reference(lambda: llama(tie_word_embeddings=True))
+
+    model = tied()
+    (finding,) = findings(wrap_fsdp_meta_safe(model.model))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert finding.where == "embed_tokens.weight"
+    assert "lm_head.weight of LlamaForCausalLM" in finding.message
+    whole_model, parted = tied(), tied()
+    assert not findings(wrap_fsdp_meta_safe(whole_model))
+    assert whole_model.lm_head.weight is whole_model.model.embed_tokens.weight
+    parted.lm_head.weight = nn.Parameter(parted.lm_head.weight.clone())
+    assert not findings(wrap_fsdp_meta_safe(parted.model))
+    assert finding.fix == (
+        "wrap the LlamaForCausalLM, so that both are in it; if they may differ, give lm_head.weight a copy of the "
+        "values before the wrap."
+    )
 
 
 def test_the_rank_that_writes_is_passed_or_left_out(one_rank: None, tiny_llama: Path, tmp_path: Path) -> None:
