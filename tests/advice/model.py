@@ -40,8 +40,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_skips_under_older_names_are_those_of_the_headers",
     },
     "_model/layout/reading.py": {
-        "set tie_word_embeddings=False": "sharding/test_wrap_fsdp_advice.py::"
-        "test_a_folder_or_a_config_unties_two_values",
+        "leave these ties out": "sharding/test_wrap_fsdp_advice.py::"
+        "test_a_script_ties_two_values_of_a_folder_in_a_model_that_has_them",
     },
     "_model/layout/ties.py": {
         "set tie_word_embeddings to false": "loading/test_load_advice.py::"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import llama, reference
+from fsdp_cases import llama, reference, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -376,10 +376,6 @@ def test_a_folder_or_a_config_unties_two_values(one_rank: None, tmp_path: Path) 
     state = {name: value.clone() for name, value in state_of(tmp_path).items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tied: Any = meta_model(config)
-    tied.all_tied_weights_keys.clear()  # so that the tie is not the class's, but the script's own
-    with pytest.raises(SafeLoadingError, match="set tie_word_embeddings=False in the config that the model is built"):
-        wrap_fsdp_meta_safe(tied, tmp_path)
     by_the_folder = meta_model(config)
     untied = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)
     with_adapter = get_peft_model(any_of(meta_model(tmp_path)), LoraConfig(target_modules=["lm_head"]))
@@ -390,3 +386,19 @@ def test_a_folder_or_a_config_unties_two_values(one_rank: None, tmp_path: Path) 
         assert torch.equal(head.weight.full_tensor(), state["lm_head.weight"])
         assert torch.equal(base.model.embed_tokens.weight.full_tensor(), state["model.embed_tokens.weight"])
         assert not base.all_tied_weights_keys
+
+
+def test_a_script_ties_two_values_of_a_folder_in_a_model_that_has_them(one_rank: None, tmp_path: Path) -> None:
+    def by_script(model: Any) -> Any:
+        model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    save(reference(llama), tmp_path)
+    with pytest.raises(SafeLoadingError, match=r"leave these ties out of the model .*; or tie a model that was loaded"):
+        wrap_fsdp_meta_safe(by_script(meta_model(tmp_path)), tmp_path)
+    apart = any_of(wrap_fsdp_meta_safe(meta_model(tmp_path), tmp_path))
+    assert apart.lm_head.weight is not apart.model.embed_tokens.weight
+    one = by_script(LlamaForCausalLM.from_pretrained(tmp_path))
+    tied = any_of(wrap_fsdp_meta_safe(by_script(LlamaForCausalLM.from_pretrained(tmp_path))))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert torch.equal(tied.lm_head.weight.full_tensor(), one.lm_head.weight)

@@ -357,6 +357,8 @@ def _refuse_two_values(source: CheckpointSource, targets: Sequence[ShardTarget])
     pairs = [pair for pair in source.two_values if pair.target in names]
     if pairs:
         raise CheckpointError(
-            f"{source.checkpoint.folder}: set tie_word_embeddings=False in the config that the model is built from:",
+            f"{source.checkpoint.folder}: leave these ties out of the model (tie_word_embeddings=False of its config, "
+            f"where its class makes them); or tie a model that was loaded with its values, and pass it without the "
+            f"folder:",
             [f"{one} and {other} are one parameter of the model, and two values on disk" for other, one in pairs],
         )
