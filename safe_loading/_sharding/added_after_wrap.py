@@ -89,7 +89,8 @@ def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
     ]
     if not new:
         raise ArgumentError(
-            f"This {type(model).__name__} is wrapped by FSDP already, and nothing was attached to it since."
+            f"This {type(model).__name__} is wrapped by FSDP already, and nothing was attached to it since: "
+            f"leave this call out."
         )
     return tuple(new)
 

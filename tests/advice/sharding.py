@@ -32,6 +32,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Attach the adapter first": _PEFT,
         "attach it first": _PEFT,
         "Attach to these before the first forward pass": _PEFT,
+        "leave this call out": f"{_ADVISED}test_a_model_that_is_wrapped_is_not_wrapped_again",
     },
     "_sharding/agree.py": {
         "name what differs": LABEL,

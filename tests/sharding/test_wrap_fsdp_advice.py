@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import llama, reference, save
+from fsdp_cases import NOTHING, differences, inputs, llama, reference, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -326,6 +326,13 @@ def test_an_optimizer_is_made_after_the_wrap(one_rank: None, engines_objects: No
     with pytest.raises(SafeLoadingError, match=r"pass a torch optimizer"):
         assert_optimizer_sharded(any_of(3), model)
     assert_optimizer_sharded(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_a_model_that_is_wrapped_is_not_wrapped_again(one_rank: None) -> None:
+    one, model = reference(llama), any_of(wrap_fsdp_meta_safe(reference(llama)))
+    with pytest.raises(SafeLoadingError, match=r"nothing was attached to it since: leave this call out"):
+        wrap_fsdp_meta_safe(model)
+    assert differences(one, model, inputs("llama")) == NOTHING
 
 
 def test_a_model_is_wrapped_with_all_that_shares_its_weights(one_rank: None, engines_objects: None) -> None:
