@@ -364,7 +364,8 @@ def _separate_dtypes(
     if problems:
         raise ArgumentError(
             "FSDP needs one dtype among the parameters of a unit, and these have no module of their own that could be "
-            "a unit; cast them, or pass auto_wrap_policy= with units of one dtype each:",
+            f"a unit; cast them, or pass {'version=2, or ' if flat else ''}auto_wrap_policy= with units of one dtype "
+            f"each:",
             problems,
         )
     return groups, {parameter: name for parameter, name in apart.items() if (name,) not in groups}

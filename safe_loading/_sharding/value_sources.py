@@ -171,7 +171,7 @@ def _refuse_missing(setup: Setup, missing: Sequence[ModelTensor], required: int,
     if init_new is None and heads and not missing:
         raise CheckpointError(
             f"The folder {folder} holds a head that the model does not have. Build the model with it, or pass "
-            f"init_new=fn(module) where the model has a new one of its own:",
+            f"init_new=fn(module) where the model has a new one of its own, or none:",
             heads,
         )
     if missing:

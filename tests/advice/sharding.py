@@ -75,7 +75,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_sharding/fsdp_units.py": {
         "wrap names what the model does not have": LABEL,
         "wrap names containers": _SHARDED,
-        "cast them, or pass auto_wrap_policy=": _SHARDED,
+        "cast them, or pass {}auto_wrap_policy=": _SHARDED,
         "pass classes, names or patterns": _SHARDED,
         "pass classes, or names of classes": _SHARDED,
     },

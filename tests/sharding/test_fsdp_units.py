@@ -232,6 +232,8 @@ def test_a_parameter_of_another_dtype_is_a_unit_of_the_module_that_computes_with
         assert units[f"body.{number}.gate"] == (f"body.{number}.gate.scores.weight",)
         assert units[f"body.{number}.attention.gate"] == (f"body.{number}.attention.gate.scores.weight",)
         assert len(units[f"body.{number}"]) == 6
+    with pytest.raises(ArgumentError, match="pass version=2, or auto_wrap_policy="):
+        wrap_fsdp_meta_safe(kept_model(), version=1)
     one, sharded = kept_model(), wrap_fsdp_meta_safe(kept_model())
     for _ in range(2):
         for model in (one, sharded):

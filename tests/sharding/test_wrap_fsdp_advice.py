@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
     ),
     "a head that is left out": Case(
         lambda f: wrap_fsdp_meta_safe(on_meta(f, auto_class=LlamaModel), f),
-        r"Build the model with it, or pass init_new=fn\(module\) where the model has a new one",
+        r"Build the model with it, or pass init_new=fn\(module\) where the model has a new one of its own, or none",
         (wrapped, lambda f: wrap_fsdp_meta_safe(on_meta(f, auto_class=LlamaModel), f, init_new=zero)),
     ),
 }
