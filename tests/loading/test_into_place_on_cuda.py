@@ -58,6 +58,23 @@ def test_it_is_the_model_of_from_pretrained_on_the_card(cuda: CudaRunner, names:
         assert facts["found"]["Qwen3MoeForCausalLM"] == facts["found"]["Phi3ForCausalLM"] == "into place"
 
 
+SMALL = """
+    from safe_loading._model.layout import pinned, read_blocks, reading
+
+    pinned.BUFFER_BYTES = reading.BUFFER_BYTES = 4096
+    pinned.pinned_buffers.__wrapped__.__defaults__ = (4096,)
+"""
+
+
+@pytest.mark.parametrize("call", [2048, 1 << 20])
+def test_blocks_of_a_few_kilobytes_give_the_same_model(cuda: CudaRunner, call: int) -> None:
+    """The models of these tests would fit into one block."""
+    program = f"{SMALL}    read_blocks._CALL_BYTES = {call}\n{EQUAL}"
+    names = ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GPT2LMHeadModel"]
+    facts = cuda.run(program, args=[HERE, HERE.parent, *names], env={"SIMCUDA_VALUES": "all"}, timeout=600)
+    assert set(facts["found"].values()) == {"into place"}
+
+
 LOAD = """
     import ctypes, os, threading, transformers.modeling_utils
     from pathlib import Path
