@@ -32,6 +32,8 @@ SIZES = frozenset(
         "xlora_depth", "xlora_size",
     }
 )  # fmt: skip
+OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
+LOAD_IN_ADAPTERS = "load it with the library adapters (adapters.init(model), then model.load_adapter(folder))"
 _BIASES = ("none", "all", "lora_only")
 # Names under which other programs write what peft reads as these.
 _OTHERWISE_NAMED = {"r": ("rank", "lora_r", "lora_rank"), "lora_alpha": ("alpha",)}
@@ -47,15 +49,17 @@ _LONGEST_LIST = 10_000
 _MOST_ITERATIONS = 1_000  # of a start that factorizes each weight of the base; published adapters take up to 64
 
 
+def is_of_adapterhub(config: Mapping[str, object]) -> bool:
+    """Return whether a config is one of AdapterHub's, which have the adapter's own config under ``config``."""
+    return not config.get("peft_type") and isinstance(config.get("config"), Mapping) and "model_name" in config
+
+
 def config_problems(config: Mapping[str, object]) -> list[str]:
     """Return the problems that make an adapter's config unusable, without asking peft."""
     method = config.get("peft_type")
     if not isinstance(method, str) or not method:
-        if isinstance(config.get("config"), Mapping) and "model_name" in config:
-            return [
-                "it is an adapter of AdapterHub, with modules that peft does not have; load it with the library "
-                "adapters (adapters.init(model), then model.load_adapter(folder))"
-            ]
+        if is_of_adapterhub(config):
+            return [f"{OF_ADAPTERHUB}; {LOAD_IN_ADAPTERS}"]
         mend = 'it must name the method, such as "LORA"'
         if {"r", "lora_alpha"} <= config.keys():
             mend = 'add "peft_type": "LORA", whose r and lora_alpha it has'

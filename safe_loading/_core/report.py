@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ Severity = Literal["error", "warning", "info"]
 KiB = 1024
 MiB = 1024 * KiB
 GiB = 1024 * MiB
+_LAYER_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,39 @@ class Finding:
 def errors_of(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings that are errors."""
     return [finding for finding in findings if finding.severity == "error"]
+
+
+def one_for_all_layers(findings: Iterable[Finding]) -> list[Finding]:
+    """Replace findings that differ only in their layer number by one: a misfit recurs in every layer."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        texts = (finding.code, finding.where, finding.message, finding.fix)
+        groups.setdefault(tuple(map(_of_any_layer, texts)), []).append(finding)
+    return [_summed_up(group) for group in groups.values()]
+
+
+def problems_of_all_layers(problems: Iterable[str]) -> list[str]:
+    """Replace problems that differ only in their layer number by one, as :func:`one_for_all_layers` does."""
+    groups: dict[str, list[str]] = {}
+    for problem in dict.fromkeys(problems):
+        groups.setdefault(_of_any_layer(problem), []).append(problem)
+    return [f"{group[0]}{_in_others(group)}" for group in groups.values()]
+
+
+def _of_any_layer(text: str) -> str:
+    return _LAYER_NUMBER.sub("N", text)
+
+
+def _summed_up(group: list[Finding]) -> Finding:
+    first = group[0]
+    message = f"{first.message}{_in_others([finding.where for finding in group])}"
+    return dataclasses.replace(first, message=message, bytes=sum(finding.bytes for finding in group))
+
+
+def _in_others(places: list[str]) -> str:
+    """Return the sentence about the layers in which the first of several places recurs; empty for one place."""
+    layers = sorted({int(number) for place in places for number in _LAYER_NUMBER.findall(place)})
+    return f" The same in {len(places) - 1} more, of layers {layers}." if len(places) > 1 else ""
 
 
 def format_bytes(size: int) -> str:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safe_loading._checkpoint.adapter_config import adapter_config_faults, config_problems, factors_of_other_rank
+from safe_loading._checkpoint.adapter_config import (
+    LOAD_IN_ADAPTERS,
+    OF_ADAPTERHUB,
+    adapter_config_faults,
+    config_problems,
+    factors_of_other_rank,
+    is_of_adapterhub,
+)
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.json_files import JsonFiles
@@ -31,6 +38,8 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         if found := mlx_problems(config, shapes):
             return [fault("adapter-config", path, found[0].partition("; ")[0], found[0].partition("; ")[2])]
         config = peft_config_of(config, shapes)
+    if is_of_adapterhub(config):  # which no correction makes one of peft's
+        return [fault("adapter-config", path, OF_ADAPTERHUB, LOAD_IN_ADAPTERS)]
     problems = config_problems(config)
     other_rank = factors_of_other_rank(config, shapes)
     if other_rank:

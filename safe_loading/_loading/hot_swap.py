@@ -16,14 +16,14 @@ from safe_loading._checkpoint.faults import fault
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name, without_peft_prefix
-from safe_loading._core.report import Finding, errors_of
+from safe_loading._core.report import Finding, errors_of, one_for_all_layers
 from safe_loading._model.peft_layers import merged_adapters
 from safe_loading.errors import AdapterError
 
 from .adapter_values import Adapter
 from .attach import Attached
 from .inject import refusal
-from .match import one_for_all_layers, saved_module_dtype
+from .match import saved_module_dtype
 from .old_names import with_new_names
 from .peft_config import of_pattern
 from .slots import AdapterSlot, adapter_slots, route, saved_tensors

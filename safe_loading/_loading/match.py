@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from peft import PeftConfig, PeftModel
 
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, one_for_all_layers
 from safe_loading._model.peft_layers import base_of, without_peft_levels
 
 from .fitting import what_would_fit
@@ -38,7 +37,6 @@ class Match:
 # (RoutedTensors.missing); the third is AdaLoRA's rank, which peft sets from the config and never saves.
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
-_LAYER_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 _BASE_OF_ITS_OWN = "load it onto a base of its own (load_peft_on_rank)"
 _RIGHT_BASE = "pass the base that the adapter was trained on"
 
@@ -76,27 +74,6 @@ def match_tensors(
     match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
     return match
-
-
-def one_for_all_layers(findings: Iterable[Finding]) -> list[Finding]:
-    """Replace findings that differ only in their layer number by one: a misfit recurs in every layer."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        texts = (finding.code, finding.where, finding.message, finding.fix)
-        groups.setdefault(tuple(_LAYER_NUMBER.sub("N", text) for text in texts), []).append(finding)
-    return [_summed_up(group) for group in groups.values()]
-
-
-def _summed_up(group: list[Finding]) -> Finding:
-    first = group[0]
-    if len(group) == 1:
-        return first
-    layers = sorted({int(number) for finding in group for number in _LAYER_NUMBER.findall(finding.where)})
-    return dataclasses.replace(
-        first,
-        message=f"{first.message} The same in {len(group) - 1} more, of layers {layers}.",
-        bytes=sum(finding.bytes for finding in group),
-    )
 
 
 def _shape_mismatch(

@@ -105,7 +105,7 @@ def merge_lora_inplace(
     options = MergeOptions(names, check_finite, scratch_bytes, unload, dequantize)
     reshard(model)
     with OffloadedWeights(tuner.model) as offloaded:
-        plan = make_plan(tuner.model, options)
+        plan = make_plan(tuner.model, options, tuner.peft_config.values())
         replacements = check_merge(tuner, plan, offloaded, options)
         # Nothing was written up to here. The report comes first, as carrying out the plan frees what it is made from.
         weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]

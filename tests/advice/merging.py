@@ -117,10 +117,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "Name one of them in adapter_names": f"{_MERGES}test_of_two_copies_of_a_module_one_is_named",
     },
     "_merging/weights/dequantize.py": {"Keep it as an adapter": AS_IT_IS},
-    "_merging/weights/other_tuners.py": {"Keep the adapter": AS_IT_IS},
-    "_merging/weights/lora_layers.py": {
-        "Save the adapter, and merge it with merge_lora_checkpoint": f"{_DISK}.py::"
+    "_merging/weights/other_tuners.py": {
+        "Keep the adapter": AS_IT_IS,
+        "save the adapter and merge it with merge_lora_checkpoint": f"{_DISK}.py::"
         "test_every_kind_is_bit_for_bit_the_merge_in_memory",
+    },
+    "_merging/weights/lora_layers.py": {
         "Merge before the model is sharded": OUTSIDE,
         "Call .contiguous()": f"{_MERGES}test_a_convolution_of_other_strides_is_merged_once_it_is_contiguous",
         "Leave it out of target_modules": AS_IT_IS,

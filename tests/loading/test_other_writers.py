@@ -41,7 +41,9 @@ def test_an_adapter_of_adapterhub_is_named(tmp_path: Path, tiny_llama: Path, tin
     adapter = rewritten(tiny_adapter, tmp_path / "adapter", config)
     with pytest.raises(AdapterError, match=r"AdapterHub.*load it with the library adapters"):
         load_peft_on_rank(adapter, tiny_llama)
-    assert "AdapterHub" in check_checkpoint(adapter).findings[0].message
+    (finding,) = check_checkpoint(adapter).findings
+    assert "AdapterHub" in finding.message
+    assert finding.fix.startswith("load it with the library adapters")  # to correct the config would not help
 
 
 def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:

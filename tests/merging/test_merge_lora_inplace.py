@@ -402,6 +402,17 @@ def test_all_problems_are_listed_at_once() -> None:
     assert len(refused.value.problems) == 3
 
 
+def test_a_problem_of_every_layer_is_told_once(tiny_llama: Path, tiny_adapter: Path) -> None:
+    model = load_peft_on_rank(tiny_adapter, tiny_llama, device="cpu")
+    with torch.no_grad():
+        for layer in lora_layers(model):
+            layer.lora_B["default"].weight.fill_(torch.nan)
+    with pytest.raises(MergeError) as refused:
+        merge_lora_inplace(model)
+    assert len(refused.value.problems) == 3  # of q_proj, v_proj and down_proj
+    assert all("The same in 2 more, of layers [0, 1, 2]." in problem for problem in refused.value.problems)
+
+
 def lora_bias_without_a_bias() -> Any:
     return zoo({"lora_bias": True, "target_modules": ["linear", "head"]})
 

@@ -15,7 +15,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import DTensor, Shard
-    from peft import LoHaConfig, LoraConfig, get_peft_model
+    from peft import AdaLoraConfig, LoHaConfig, LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from safe_loading import MergeError, merge_lora_inplace
 
@@ -89,14 +89,17 @@ SCRIPT = """
     same = torch.equal(full(merged.lm_head.weight), wanted.lm_head.weight)
     report(unit=[same, *(torch.equal(merged(TOKENS).logits, wanted(TOKENS).logits) for _ in range(2))])
 
-    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    model = get_peft_model(base, LoHaConfig(target_modules=["v_proj"], init_weights=False)).eval()
-    spread(model, 0)
-    try:
-        merge_lora_inplace(model)
-        report(other="")
-    except MergeError as error:
-        report(other=str(error))
+    def refused(config):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(sys.argv[1]), config).eval()
+        spread(model, 0)
+        try:
+            merge_lora_inplace(model)
+            return ""
+        except MergeError as error:
+            return str(error)
+
+    report(other=refused(LoHaConfig(target_modules=["v_proj"], init_weights=False)))
+    report(in_memory_alone=refused(AdaLoraConfig(target_modules=["v_proj"], init_r=4, total_step=10)))
 
     model = make({"use_dora": True, "target_modules": EVERY[:-1]}, torch.float32)
     spread(model, 1)
@@ -147,6 +150,12 @@ def test_a_layer_that_is_a_unit_itself_is_merged(ranks: list[dict[str, Any]]) ->
 def test_another_method_is_refused_with_what_to_do_instead(ranks: list[dict[str, Any]]) -> None:
     text = r"v_proj: its weight is a DTensor .*Merge before the model is sharded, or save the adapter"
     assert all(re.search(text, rank["other"]) for rank in ranks)
+
+
+def test_the_merge_on_disk_is_no_advice_for_a_method_that_it_refuses(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "Merge before the model is sharded." in rank["in_memory_alone"]
+        assert "merge_lora_checkpoint" not in rank["in_memory_alone"]
 
 
 def test_a_nan_on_one_rank_is_refused_on_all_and_nothing_is_written(ranks: list[dict[str, Any]]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from peft import PeftConfig, PeftType
 
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import JsonObject, ModelClass
+from safe_loading._core.report import problems_of_all_layers
 from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
-from safe_loading._merging.weights.other_tuners import DEPENDS_ON_THE_INPUT, KNOWN, of_the_input
+from safe_loading._merging.weights.other_tuners import DEPENDS_ON_THE_INPUT, is_merged_on_disk, method_of, of_the_input
 from safe_loading.errors import MergeError
 
 from .base_changing_init import REPEATABLE, init_kind
@@ -28,9 +28,6 @@ from .output_model import (
 )
 from .place_edits import place_edits
 from .sources import MergeSources
-
-# Methods whose layers peft cannot build, or not whole, without the values of the base.
-_NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
@@ -68,7 +65,8 @@ def find_changes(
     if base.keeps_codes:
         problems += why_not_kept(base.quantized, changes)
     if problems:
-        raise MergeError(f"The adapters cannot be merged into {str(base.folder)!r}; nothing was written:", problems)
+        told = problems_of_all_layers(problems)
+        raise MergeError(f"The adapters cannot be merged into {str(base.folder)!r}; nothing was written:", told)
     return changes, {} if dtype is None else cast_dtypes(changes, output, base, dtype)
 
 
@@ -98,12 +96,12 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
 def _refusals(adapter: Adapter) -> list[str]:
     """Return the reasons why an adapter cannot be merged into any base."""
     folder, config = adapter.facts.path, adapter.config
-    method = _method(config)
+    method = method_of(config)
     if config.is_prompt_learning:
         return [f"{folder}: its method, {method}, adds inputs and no weights, so it cannot be merged. Keep the adapter"]
     if method in DEPENDS_ON_THE_INPUT:
         return [f"{folder}: {of_the_input(method)}"]
-    if not _is_merged_on_disk(config):
+    if not is_merged_on_disk(config):
         return [
             f"{folder}: its method, {method}, is not merged on disk. Load it with load_peft_on_rank, merge it with "
             f"merge_lora_inplace and save it with save_pretrained"
@@ -123,18 +121,3 @@ def _refusals(adapter: Adapter) -> list[str]:
             f"(save_pretrained(..., path_initial_model_for_weight_conversion=...)), and merge that"
         ]
     return []
-
-
-def _method(config: PeftConfig) -> str:
-    """Return the name of an adapter's method for a message."""
-    if getattr(config, "monteclora_config", None) is not None:
-        return "MonteCLoRA"
-    return method_name(config.peft_type)
-
-
-def _is_merged_on_disk(config: PeftConfig) -> bool:
-    if is_lora(config):
-        return _method(config) != "MonteCLoRA"  # whose layers draw values when they are built
-    return config.peft_type == PeftType.TRAINABLE_TOKENS or (
-        config.peft_type in KNOWN and _method(config) not in _NEEDS_THE_BASE
-    )

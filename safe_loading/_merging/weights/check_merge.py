@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.log import quiet
+from safe_loading._core.report import problems_of_all_layers
 from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
 from safe_loading._ranks.exchange import Ranks
@@ -59,7 +60,8 @@ def check_merge(
         problems += more
     problems = _of_all_ranks(model, problems)
     if problems:
-        raise MergeError(f"The adapters of this {type(model).__name__} cannot be merged:", dict.fromkeys(problems))
+        told = problems_of_all_layers(problems)
+        raise MergeError(f"The adapters of this {type(model).__name__} cannot be merged:", told)
     return replacements
 
 

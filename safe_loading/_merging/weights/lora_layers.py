@@ -116,8 +116,9 @@ def local_shard(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return weight, (0,) * weight.dim()
     if any(type(placement) not in (Shard, Replicate) for placement in weight.placements):
         raise CannotMergeError(
-            f"its weight is a DTensor with the placements {weight.placements}, not Shard or Replicate. Save the "
-            f"adapter, and merge it with merge_lora_checkpoint"
+            f"its weight is a DTensor with the placements {weight.placements}, not Shard or Replicate. Merge before "
+            f"the model is sharded",
+            or_on_disk=True,
         )
     _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     return weight.to_local(), tuple(offsets)
@@ -278,8 +279,9 @@ def _matrix_target(base: torch.nn.Module, attribute: str, terms: list[Term], *, 
     shard, offsets = local_shard(weight)
     if update.has_magnitude and shard.shape[1 - axis] < weight.shape[1 - axis]:
         raise CannotMergeError(
-            f"its {attribute} is split along dimension {1 - axis}, along which DoRA takes norms. Save the adapter, and "
-            f"merge it with merge_lora_checkpoint"
+            f"its {attribute} is split along dimension {1 - axis}, along which DoRA takes norms. Merge before the "
+            f"model is sharded",
+            or_on_disk=True,
         )
     rows, columns = (slice(at, at + size) for at, size in zip(offsets, shard.shape, strict=True))
     local_terms = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from peft import PeftConfig
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,7 +22,7 @@ from safe_loading._model.quantized.recognize import (
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import is_blocked, merge_targets, without_bias
-from .other_tuners import why_not_merged_right
+from .other_tuners import MERGE_ON_DISK, is_merged_on_disk, why_not_merged_right
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
@@ -44,15 +45,17 @@ class MergePlan:
         return [job for group in self.groups for job in group]
 
 
-def make_plan(model: torch.nn.Module, options: MergeOptions) -> MergePlan:
-    """Plan the merge of every tuner layer of ``model``."""
+def make_plan(model: torch.nn.Module, options: MergeOptions, configs: Iterable[PeftConfig]) -> MergePlan:
+    """Plan the merge of every tuner layer of ``model``, whose adapters have these configs."""
     jobs: list[LayerMerge] = []
     problems: list[str] = []
+    on_disk = all(map(is_merged_on_disk, configs))
     for path, layer in outermost_tuner_layers(model):
         try:
             jobs.append(_plan_layer(path, layer, options.names, options.dequantize))
         except CannotMergeError as error:
-            problems.append(f"{path}: {error}.")
+            road = f", or {MERGE_ON_DISK}" if error.or_on_disk and on_disk else ""
+            problems.append(f"{path}: {error}{road}.")
     if not any(job.targets or job.method in ("peft", "dequantized") for job in jobs):
         # Nothing will change, so nothing needs to be known about shared memory.
         return MergePlan([[job] for job in jobs], [], problems)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftType
+from peft import PeftConfig, PeftType
 from peft.tuners.oft.layer import Conv2d as OFTConv2d
 from peft.tuners.oft.layer import OFTRotationModule
 
+from safe_loading._core.names import method_name
 from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
 
@@ -27,6 +28,25 @@ _NAMES = (
 KNOWN = frozenset(PeftType[name] for name in _NAMES.split() if name in PeftType.__members__)
 # peft's names of methods that merge nowhere: what their layers add is no function of the weight alone.
 DEPENDS_ON_THE_INPUT = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
+# Methods whose layers peft cannot build, or not whole, without the values of the base.
+_NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
+MERGE_ON_DISK = "save the adapter and merge it with merge_lora_checkpoint"
+
+
+def method_of(config: PeftConfig) -> str:
+    """Return the name of an adapter's method for a message."""
+    if getattr(config, "monteclora_config", None) is not None:
+        return "MonteCLoRA"
+    return method_name(config.peft_type)
+
+
+def is_merged_on_disk(config: PeftConfig) -> bool:
+    """Return whether ``merge_lora_checkpoint`` knows the method of an adapter."""
+    if config.peft_type == PeftType.LORA:
+        return method_of(config) != "MonteCLoRA"  # whose layers draw values when they are built
+    return config.peft_type == PeftType.TRAINABLE_TOKENS or (
+        config.peft_type in KNOWN and method_of(config) not in _NEEDS_THE_BASE
+    )
 
 
 def of_the_input(*methods: str) -> str:

@@ -31,7 +31,16 @@ SCALES_OFFLOADED = (
 
 
 class CannotMergeError(Exception):
-    """Why a layer cannot be merged, with the fix. Callers collect these into one MergeError for the whole model."""
+    """Why a layer cannot be merged, with the fix. Callers collect these into one MergeError for the whole model.
+
+    Args:
+        reason: The reason, with the fix.
+        or_on_disk: Whether a merge on disk is a second fix, for adapters that are merged there.
+    """
+
+    def __init__(self, reason: str, *, or_on_disk: bool = False) -> None:
+        super().__init__(reason)
+        self.or_on_disk = or_on_disk
 
 
 def is_dora(variant: object) -> bool:

@@ -43,7 +43,8 @@ def refuse_spread(tensor: torch.Tensor, what: str) -> None:
     if isinstance(tensor, DTensor):
         raise CannotMergeError(
             f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in LoRA of Linear and Embedding layers "
-            f"only. Merge before the model is sharded, or save the adapter and merge it with merge_lora_checkpoint"
+            f"only. Merge before the model is sharded",
+            or_on_disk=True,
         )
 
 
