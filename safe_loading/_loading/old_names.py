@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftType
@@ -18,14 +19,22 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from safe_loading._core.names import PEFT_PREFIX, ancestors, without_peft_prefix
+from safe_loading._core.names import PEFT_PREFIX, ancestors, method_name, without_peft_prefix
 from safe_loading._model.peft_layers import outermost_tuner_layers, without_peft_levels
 
 from .fused_parameters import fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
 
 # The patterns by which modules have values of their own, and the fields with that of all others, of any method.
-_OTHERWISE = {"rank_pattern": ("r",), "alpha_pattern": ("lora_alpha", "alpha"), "lambda_pattern": ("delora_lambda",)}
+_OTHERWISE = {
+    "rank_pattern": ("r", "effective_rank"),
+    "alpha_pattern": ("lora_alpha", "alpha"),
+    "lambda_pattern": ("delora_lambda",),
+    "n_frequency_pattern": ("n_frequency",),
+    "block_size_pattern": ("block_size",),
+}
+# Methods that match a pattern with the name of a module in a way of their own.
+_MATCHED_OTHERWISE = {"C3A": r".*\.{}$", "FOURIERFT": r".*\.{}$", "OSF": r".*?{}"}
 
 
 class OldNames:
@@ -117,8 +126,8 @@ def with_new_names(config: PeftConfig, old: OldNames | None, base: torch.nn.Modu
             settings["rank_pattern"] = _of_factors(settings.get("rank_pattern"), new_of)
         for field, otherwise in _OTHERWISE.items():
             default = next((settings[name] for name in otherwise if name in settings), None)
-            if settings.get(field) and default is not None and _is_of_values(settings[field]):
-                settings[field] = _of_modules(settings[field], default, by_old, old)
+            if settings.get(field) and _is_of_values(settings[field]):
+                settings[field] = _of_modules(config, settings[field], default, by_old, old)
     return result if settings != vars(config) else config
 
 
@@ -150,12 +159,32 @@ def _renamed(names: Iterable[str], new_of: Mapping[str, str]) -> object:
 
 
 def _of_modules(
-    patterns: Mapping[str, float], otherwise: float, modules: Iterable[str], old: OldNames
-) -> dict[str, float]:
+    config: PeftConfig, patterns: Mapping[str, float], otherwise: Any, modules: Iterable[str], old: OldNames
+) -> dict[str, object]:
     """Return patterns by which each module has the value that they give to its old name; the first that fits counts."""
-    values = {name: of_pattern(patterns, old.old_name(name), otherwise) for name in modules}
-    own = {re.escape(name): value for name, value in values.items() if of_pattern(patterns, name, otherwise) != value}
+    values = {name: _value_at(config, patterns, old.old_name(name), otherwise) for name in modules}
+    own = {
+        _pattern_of_one(name): value
+        for name, value in values.items()
+        if _value_at(config, patterns, name, otherwise) != value
+    }
     return {**own, **patterns}
+
+
+def _value_at(config: PeftConfig, patterns: Mapping[str, float], path: str, otherwise: Any) -> object:
+    """Return the value that patterns give the module at a path, as the method of the config matches them."""
+    method = method_name(config.peft_type)
+    if method not in _MATCHED_OTHERWISE:
+        return of_pattern(patterns, path, otherwise)
+    template = _MATCHED_OTHERWISE[method]
+    key = next((key for key in patterns if re.match(template.format(key), path)), path)
+    return patterns.get(key, otherwise)
+
+
+def _pattern_of_one(path: str) -> str:
+    """Return a pattern that every method of peft matches with the module at this path, and with no other."""
+    first, dot, rest = path.partition(".")
+    return rf"(?<=^{re.escape(first)}\.){re.escape(rest)}" if dot else path
 
 
 def _renamer(model: torch.nn.Module) -> Callable[[str], str]:

@@ -173,12 +173,29 @@ def test_patterns_and_full_names_speak_of_the_old_names(tmp_path: Path, name: st
     assert_adds(tmp_path / "again", base, truth)
 
 
-OTHER_METHODS = {
+ONE = {"layers.1.attention.q_proj": 2}
+
+
+def _of_peft(name: str, **fields: Any) -> Any:
+    """A config whose class an older peft may lack."""
+    return getattr(peft, name)(**fields)
+
+
+OTHER_METHODS: dict[str, Any] = {
     "LOHA": peft.LoHaConfig(
         r=RANK, alpha=ALPHA, target_modules=["q_proj", "v_proj"], alpha_pattern={"layers.1.attention.q_proj": 7}
     ),
     "IA3": peft.IA3Config(target_modules=["q_proj", "fc2"], feedforward_modules=["fc2"]),
     "OFT": peft.OFTConfig(oft_block_size=4, r=0, target_modules=["q_proj"]),
+    "FOURIERFT": peft.FourierFTConfig(
+        n_frequency=8,
+        target_modules=["q_proj", "v_proj"],
+        n_frequency_pattern={"layers.1.attention.q_proj": 5, "v_proj": 6},
+        init_weights=True,
+    ),
+    "WAVEFT": partial(_of_peft, "WaveFTConfig", n_frequency=8, target_modules=["q_proj"], n_frequency_pattern=ONE),
+    "C3A": partial(_of_peft, "C3AConfig", block_size=4, target_modules=["q_proj"], block_size_pattern=ONE),
+    "DELORA": partial(_of_peft, "DeloraConfig", r=RANK, target_modules=["q_proj"], lambda_pattern=ONE),
     "ADALORA": peft.AdaLoraConfig(init_r=4, target_r=RANK, total_step=9, target_modules=["q_proj"]),
 }
 
@@ -187,9 +204,10 @@ OTHER_METHODS = {
 @pytest.mark.parametrize("method", OTHER_METHODS)
 def test_adapters_of_other_methods_are_placed_too(tmp_path: Path, method: str) -> None:
     kind: Any = transformers.ViTForImageClassification
+    config = OTHER_METHODS[method]
     tiny_models.saved("ViTForImageClassification", tmp_path / "base")
     torch.manual_seed(0)
-    model = peft.get_peft_model(kind.from_pretrained(tmp_path / "base"), OTHER_METHODS[method])
+    model = peft.get_peft_model(kind.from_pretrained(tmp_path / "base"), config() if callable(config) else config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -237,11 +255,11 @@ def _names_old_modules(config: dict[str, Any]) -> None:
     for field in ("target_modules", "feedforward_modules"):
         if field in config:
             config[field] = [last[name] for name in config[field]]
-    for field in ("rank_pattern", "alpha_pattern"):
-        if config.get(field):
-            config[field] = {
-                _old_name(name).replace("layers.1.", "layer.1."): value for name, value in config[field].items()
-            }
+    for field in [name for name in config if name.endswith("_pattern") and isinstance(config[name], dict)]:
+        config[field] = {
+            last.get(name, _old_name(name).replace("layers.1.", "layer.1.")): value
+            for name, value in config[field].items()
+        }
 
 
 def test_the_same_without_the_table_is_a_key_mapping(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
