@@ -26,6 +26,11 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
+def prefix_of_all(names: Collection[str]) -> str:
+    """Return what a wrapper of the model put before every one of the names; empty where it did not."""
+    return next((prefix for prefix in WRAPPER_PREFIXES if names and all(n.startswith(prefix) for n in names)), "")
+
+
 def wrapper_part(name: str) -> str:
     """Return the first part of a name that a wrapper inside the model put there, with its dot; empty without one."""
     return next((f"{part}." for part in name.split(".") if part in WRAPPER_PARTS), "")

@@ -13,7 +13,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from safe_loading._checkpoint.unread_codes import unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
-from safe_loading._core.names import WRAPPER_PREFIXES, canonical, wrapper_part
+from safe_loading._core.names import canonical, prefix_of_all, wrapper_part
 from safe_loading._core.report import Finding, counted
 
 _BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
@@ -92,9 +92,9 @@ def _model_config(folder: ModelFolder, names: Sequence[str], tensors: Mapping[st
 
 
 def _wrapper_prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
-    prefix = next((p for p in WRAPPER_PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None)
+    prefix = prefix_of_all(tensors)
     within = [name for name in tensors if wrapper_part(name)]
-    if prefix is not None:
+    if prefix:
         name = next(iter(tensors))
         where, bare = f"all {len(tensors)} names begin with {prefix!r}", name.removeprefix(prefix)
     elif within:

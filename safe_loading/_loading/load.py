@@ -82,6 +82,7 @@ class BaseOnDisk:
     checked: Checked | None = None  # what peft built for the check, to be moved to the base
     built_as: str | None = None  # the class of the model on meta that was checked; None where none could be built
     untied: tuple[UntiedPair, ...] = ()  # what the class ties and the files hold with different values
+    replaces_weights: bool = False  # whether its files have weights of other shapes, which an adapter replaces
     # the weights that need not go through transformers' loader, or why all of them do
     planned: IntoPlace | Method = NOT_COMPARED
 
@@ -153,6 +154,7 @@ def _checked_on_meta(
         base = dataclasses.replace(base, planned=planned)
         if options.strict:
             check_fit(meta_model, checkpoint, adapters, layout)
+            base = dataclasses.replace(base, replaces_weights=bool(layout.mismatched))  # all others are refused
             untied = untie_as_on_disk(meta_model, checkpoint, layout)  # as the load will
     base = dataclasses.replace(base, built_as=type(meta_model).__name__, untied=tuple(untied))
     if not options.strict:
@@ -197,13 +199,15 @@ def load(
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
     start = time.perf_counter()
     source, folder = base.resolved.source, base.resolved.folder
-    config = base.config
+    config, kwargs = base.config, options.base_kwargs
+    if base.replaces_weights:
+        kwargs = {"ignore_mismatched_sizes": True, **kwargs}
     model, info, method = load_base(
         base.auto_class,
         folder,
         options.devices,
         options.dtype,
-        options.base_kwargs,
+        kwargs,
         config,
         skips=base.skips,
         planned=base.planned,

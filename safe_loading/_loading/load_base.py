@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
@@ -158,13 +159,16 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
     """Return a finding for each weight of the base that its checkpoint did not fill and that no adapter replaces."""
     replaced = replaced_modules(adapters)
     findings = []
-    for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):
-        for entry in sorted(map(str, info.get(kind) or ())):
-            if not replaced.isdisjoint(entry.split(".")):
-                continue
-            message = f"this weight of the base {what} and was initialized at random"
-            fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"
-            findings.append(fault("base-key-missing", f"{source}: {entry}", message, fix))
+    unfilled = {str(name): "is not in the checkpoint" for name in info.get("missing_keys") or ()}
+    for name, *shapes in cast("Iterable[tuple[str, Sequence[int], Sequence[int]]]", info.get("mismatched_keys") or ()):
+        there, here = map(list, shapes)
+        unfilled[name] = f"is {here}, and {there} in the checkpoint,"
+    for name, what in sorted(unfilled.items()):
+        if not replaced.isdisjoint(name.split(".")):
+            continue
+        message = f"this weight of the base {what} and was initialized at random"
+        fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"
+        findings.append(fault("base-key-missing", f"{source}: {name}", message, fix))
     unknown = map(str, info.get("unexpected_keys") or ())
     unexpected = sorted(name for name in unknown if not _OF_ROUNDED_INPUTS.search(name))
     if unexpected:

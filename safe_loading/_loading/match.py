@@ -65,7 +65,8 @@ def match_tensors(
             match.values[key] = value
             match.findings.extend(saved_module_dtype(file, slot, value))
         else:
-            match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows))
+            labels = getattr(getattr(base_of(model), "config", None), "num_labels", None)
+            match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows, labels))
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
     if without_slot:
         _match_base_weights(model, name, file, without_slot, embeddings, match)
@@ -77,20 +78,29 @@ def match_tensors(
 
 
 def _shape_mismatch(
-    file: str, config: PeftConfig, key: str, tensor: torch.Tensor, value: torch.Tensor, rows: set[int]
+    file: str,
+    config: PeftConfig,
+    key: str,
+    tensor: torch.Tensor,
+    value: torch.Tensor,
+    rows: set[int],
+    labels: int | None = None,
 ) -> Finding:
     on_file, in_model = list(value.shape), list(tensor.shape)
     if on_file[1:] == in_model[1:] and in_model[0] in rows and ".lora_" not in key:
         message = f"the file has {on_file[0]} rows ({on_file}), the base's vocabulary has {in_model[0]} ({in_model})"
         fix = f"load the base yourself, call base.resize_token_embeddings({on_file[0]}) and pass it as base_model"
         return fault("vocabulary-resized", f"{file}: {key}", message, fix, value.nbytes)
+    message = f"the file has {on_file}, the model has {in_model}."
+    if ".modules_to_save." in key and on_file[1:] == in_model[1:] and in_model[0] == labels:
+        fix = f"load the base with a head of that many labels: base_kwargs={{'num_labels': {on_file[0]}}}"
+        return fault("shape-mismatch", f"{file}: {key}", message, fix, value.nbytes)
     rank = f" The config says r={getattr(config, 'r', None)}." if ".lora_" in key else ""
     fix = (
         f"{_RIGHT_BASE} (for a head: base_kwargs={{'num_labels': ...}}), or correct r and rank_pattern in "
         f"adapter_config.json"
     )
-    message = f"the file has {on_file}, the model has {in_model}.{rank}"
-    return fault("shape-mismatch", f"{file}: {key}", message, fix, value.nbytes)
+    return fault("shape-mismatch", f"{file}: {key}", f"{message}{rank}", fix, value.nbytes)
 
 
 def _match_base_weights(

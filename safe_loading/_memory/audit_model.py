@@ -252,7 +252,7 @@ def _check_steps(
                     refuse_adapter(config)
                 step = trace_configured(audited, workload, inputs, planned=planned)
                 findings += step_checks.check_step(step, workload)
-                teachers = step_checks.teachers_of(step)
+                teachers = step.names_of_teachers
                 findings += costly_options.check_options(step)
                 peaks = _peaks_in_both_orders(step)
             except TraceError as error:

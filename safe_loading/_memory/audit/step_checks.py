@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.names import first_names
@@ -20,7 +19,7 @@ from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METH
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel, size_of
-from .kept_memory import TEACHER_FIX, is_average, is_teacher
+from .kept_memory import TEACHER_FIX
 from .loss import COUNT_ARGUMENT, check_denominator
 from .modes import kept_in_eval
 from .packed_rows import check_rows
@@ -145,7 +144,7 @@ def _check_8bit_inputs(step: TracedStep, workload: Workload) -> Iterator[Finding
 def _check_gradients(step: TracedStep) -> Iterator[Finding]:
     model = step.audited.outermost
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    without = trainable.keys() - step.record.reached - teachers_of(step)
+    without = trainable.keys() - step.record.reached - step.names_of_teachers
     if without and step.record.reached:
         without -= step.reached_at_random()
     if without and step.record.reached:
@@ -221,7 +220,7 @@ def _check_hidden(step: TracedStep) -> Iterator[Finding]:
 
 def _check_teachers(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for each module of the wrapper whose graph is of no use, or that is a teacher and trained."""
-    for where, trainable in _teachers(step).items():
+    for where, trainable in step.trained_teachers.items():
         of_it = counted(len(trainable), "parameter")
         require = "requires" if len(trainable) == 1 else "require"
         severity: Severity = "error"
@@ -239,22 +238,6 @@ def _check_teachers(step: TracedStep) -> Iterator[Finding]:
                 f"them; DistributedDataParallel fails at the second step."
             )
         yield Finding("SL114", severity, where, message, TEACHER_FIX, size_of(trainable.values()))
-
-
-def teachers_of(step: TracedStep) -> set[str]:
-    """Return the parameters of the wrapper that belong to models which should not be trained."""
-    return {name for trainable in _teachers(step).values() for name in trainable}
-
-
-def _teachers(step: TracedStep) -> dict[str, dict[str, torch.nn.Parameter]]:
-    """Return the modules of the wrapper that should not be trained, and their parameters that require gradients."""
-    outermost, found = step.audited.outermost, {}
-    names = {id(p): name for name, p in outermost.named_parameters() if p.requires_grad}
-    for where, other in step.audited.others():
-        named = where.startswith("model.") and (is_teacher(where) or is_average(where, other))
-        if where in step.teachers or (named and any(isinstance(m, PreTrainedModel) for m in other.modules())):
-            found[where] = {names[id(p)]: p for p in other.parameters() if id(p) in names}
-    return {where: trainable for where, trainable in found.items() if trainable}
 
 
 def _check_survivors(step: TracedStep) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.interrupts import undone
@@ -23,6 +24,7 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel
+from .kept_memory import is_average, is_teacher
 from .loss import TokenCountUse, watching_token_count
 from .other_batches import other_batches
 from .packed_rows import RowsSeen, fills_cache, watching_rows
@@ -77,6 +79,22 @@ class TracedStep:
         """The peak with checkpointing and without wrappers; None where that cannot be traced."""
         with _in_right_order(self.audited) as model:
             return _peak_or_none(model, self.workload.replace(gradient_checkpointing=True), self.inputs)
+
+    @functools.cached_property
+    def trained_teachers(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """The modules of the wrapper that should not be trained, and their parameters that require gradients."""
+        found = {}
+        names = {id(p): name for name, p in self.audited.outermost.named_parameters() if p.requires_grad}
+        for where, other in self.audited.others():
+            named = where.startswith("model.") and (is_teacher(where) or is_average(where, other))
+            if where in self.teachers or (named and any(isinstance(m, PreTrainedModel) for m in other.modules())):
+                found[where] = {names[id(p)]: p for p in other.parameters() if id(p) in names}
+        return {where: trainable for where, trainable in found.items() if trainable}
+
+    @property
+    def names_of_teachers(self) -> set[str]:
+        """The parameters of the wrapper that belong to models which should not be trained."""
+        return {name for trainable in self.trained_teachers.values() for name in trainable}
 
     def reached_at_random(self) -> set[str]:
         """Return the parameters that gradients reach when the step is run again with other random numbers.

@@ -10,7 +10,7 @@ import torch
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._core.names import WRAPPER_PREFIXES, canonical, wrapper_part
+from safe_loading._core.names import canonical, prefix_of_all, wrapper_part
 from safe_loading._core.report import counted
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensors import all_names
@@ -113,15 +113,14 @@ def unexpected_tensors(model: torch.nn.Module, layout: CheckpointLayout) -> list
 def wrapped_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Collection[str]) -> str | None:
     """Return the problem of a checkpoint that was saved through a wrapper: of the model, or of modules inside it."""
     names = list(checkpoint.tensors)
-    for prefix in WRAPPER_PREFIXES:
-        if names and all(name.startswith(prefix) for name in names) and names[0] in layout.unknown:
-            bare = [name.removeprefix(prefix) for name in names]
-            if any(name in state for name in bare):
-                return (
-                    f"{_files(checkpoint, names)}: all {len(names)} names begin with {prefix!r}, which a wrapper put "
-                    f"there ({listed(names[:1])} is {bare[0]!r} of the model). Save the model that is inside the "
-                    f"wrapper, or rename the tensors without the prefix"
-                )
+    prefix = prefix_of_all(names)
+    bare = [name.removeprefix(prefix) for name in names]
+    if prefix and names[0] in layout.unknown and any(name in state for name in bare):
+        return (
+            f"{_files(checkpoint, names)}: all {len(names)} names begin with {prefix!r}, which a wrapper put there "
+            f"({listed(names[:1])} is {bare[0]!r} of the model). Save the model that is inside the wrapper, or rename "
+            f"the tensors without the prefix"
+        )
     within = [name for name in layout.unknown if canonical(name) in state]
     if within:
         return (

@@ -1,0 +1,65 @@
+"""Adapters with a head of another number of labels than the base has: the fix names the number, and works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_adapter
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+
+from safe_loading import AdapterError, MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+
+LABELS = 3
+
+
+def classifier(path: Path, labels: int | None = None) -> Any:
+    sizes: dict[str, Any] = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
+    return AutoModelForSequenceClassification.from_pretrained(path, **sizes)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, tiny_llama: Path) -> Path:
+    classifier(tiny_llama, LABELS).save_pretrained(tmp_path / "trained on")
+    auto: Any = AutoModelForSequenceClassification
+    return save_adapter(tmp_path / "adapter", tmp_path / "trained on", auto_class=auto, task_type="SEQ_CLS")
+
+
+@pytest.mark.parametrize("has_a_head", [False, True], ids=["body", "classifier"])
+def test_the_fix_names_the_number_of_labels_with_which_it_loads(
+    tmp_path: Path, tiny_llama: Path, adapter: Path, has_a_head: bool
+) -> None:
+    base = tiny_llama
+    if has_a_head:
+        base = tmp_path / "base"
+        classifier(tiny_llama, 2).save_pretrained(base)
+    with pytest.raises(AdapterError, match=r"the file has \[3, 32\], the model has \[2, 32\]") as refused:
+        load_peft_on_rank(adapter, base)
+    fix = re.search(r"base_kwargs=\{'num_labels': (\d+)\}", str(refused.value))
+    assert fix is not None
+    kwargs = {"num_labels": int(fix[1])}
+    model = load_peft_on_rank(adapter, base, base_kwargs=kwargs)
+    first = torch.arange(1, 13)[None]
+    expected = PeftModel.from_pretrained(classifier(base, LABELS), str(adapter)).eval()
+    assert torch.equal(model(first).logits, expected(first).logits)
+    if has_a_head:
+        with pytest.raises(MergeError, match="merge it with merge_lora_inplace and save it"):
+            merge_lora_checkpoint(base, adapter, tmp_path / "merged", base_kwargs=kwargs)
+        merge_lora_inplace(model).save_pretrained(tmp_path / "merged")
+    else:
+        merge_lora_checkpoint(base, adapter, tmp_path / "merged", base_kwargs=kwargs)
+    merged = classifier(tmp_path / "merged").eval()
+    assert merged.config.num_labels == LABELS
+    assert torch.allclose(merged(first).logits, expected(first).logits, atol=1e-5)
+
+
+def test_a_head_of_another_size_that_no_adapter_replaces_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    classifier(tiny_llama, 2).save_pretrained(tmp_path / "base")
+    plain = save_adapter(tmp_path / "adapter", tiny_llama)
+    auto: Any = AutoModelForSequenceClassification
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        load_peft_on_rank(plain, tmp_path / "base", auto_class=auto, base_kwargs={"num_labels": LABELS})
