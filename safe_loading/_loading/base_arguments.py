@@ -108,14 +108,28 @@ def checked_class(model_class: ModelClass, config: PreTrainedConfig) -> ModelCla
         own: Any = getattr(model_class, "config_class", None)
         raise ArgumentError(
             f"auto_class={model_class.__name__} is for a {own.__name__}, and the base's config.json "
-            f"is a {type(config).__name__}. {_road_to(model_class, own, config)}"
+            f"is a {type(config).__name__}. {_road_to(model_class, config)}"
         )
     return loader
 
 
-def _road_to(model_class: ModelClass, own: type, config: PreTrainedConfig) -> str:
+def advice_on_part(model_class: ModelClass | None, config: PreTrainedConfig) -> list[str]:
+    """Return the reason why an adapter of a part of the base does not fit, and the road; empty where it is of none."""
+    if model_class is None or not _is_part(model_class, config):
+        return []
+    name = model_class.__name__
+    return [f"it was trained on a {name} (auto_mapping), a part of the base. {_road_to(model_class, config)}"]
+
+
+def _is_part(model_class: ModelClass, config: PreTrainedConfig) -> bool:
+    own = getattr(model_class, "config_class", None)
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    return isinstance(own, type) and not isinstance(config, own) and any(isinstance(part, own) for part in parts)
+
+
+def _road_to(model_class: ModelClass, config: PreTrainedConfig) -> str:
     """Return the advice for a class of another config: a part of the base (a tower of CLIP) can be saved alone."""
-    if any(isinstance(getattr(config, name, None), own) for name in config.sub_configs):
+    if _is_part(model_class, config):
         return (
             f"Pass the folder of that part of the base alone, which "
             f"{model_class.__name__}.from_pretrained(base).save_pretrained(folder) writes."

@@ -129,13 +129,19 @@ def _named_classes(
     return found
 
 
-def _of_auto_mapping(adapter: Adapter, config: PreTrainedConfig) -> ModelClass | None:
+def class_of_auto_mapping(adapter: Adapter) -> ModelClass | None:
+    """Return the class of transformers that an adapter names as its base's; None where it names none."""
     mapping = adapter.facts.config.get("auto_mapping")
     mapping = mapping if isinstance(mapping, Mapping) else {}
     # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
     name = str(mapping.get("base_model_class")) if of_transformers else ""
     model_class: ModelClass | None = getattr(transformers, name, None)
+    return model_class
+
+
+def _of_auto_mapping(adapter: Adapter, config: PreTrainedConfig) -> ModelClass | None:
+    model_class = class_of_auto_mapping(adapter)
     # One of another type of base is none, which the keys of the adapter will show.
     return None if model_class is None else loader_of(model_class, config)
 

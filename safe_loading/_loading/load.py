@@ -44,9 +44,9 @@ from .adapter_values import Adapter
 from .alike import find_alike
 from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
-from .base_arguments import checked_class
+from .base_arguments import advice_on_part, checked_class
 from .base_model import base_config, base_on_meta, check_fit
-from .choose_class import ChosenClass, choose_class, fitting_class
+from .choose_class import ChosenClass, choose_class, class_of_auto_mapping, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .load_base import load_base, loading_findings, name_base, refuse_missing_weights, untied_findings
@@ -164,7 +164,9 @@ def _checked_on_meta(
     given = options.auto_class
 
     def advise() -> list[str]:
-        return [] if given is None else fitting_class(adapters[0], given, base.config, options.base_kwargs, build)
+        if given is None:
+            return advice_on_part(class_of_auto_mapping(adapters[0]), base.config)
+        return fitting_class(adapters[0], given, base.config, options.base_kwargs, build)
 
     return dataclasses.replace(base, checked=check_on_meta(meta_model, adapters, advise))
 

@@ -213,6 +213,9 @@ def test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own(tmp_path: Path) -
     trained.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ArgumentError, match=r"CLIPVisionModel\.from_pretrained\(base\)\.save_pretrained\(folder\)"):
         load_peft_on_rank(tmp_path / "whole", tmp_path / "adapter", auto_class=CLIPVisionModel)
+    said = r"trained on a CLIPVisionModel \(auto_mapping\).*CLIPVisionModel\.from_pretrained\(base\)\.save_pretrained"
+    with pytest.raises(AdapterError, match=said):  # the class that the adapter names, which nobody asked for
+        load_peft_on_rank(tmp_path / "whole", tmp_path / "adapter")
     CLIPVisionModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "tower")
     model = load_peft_on_rank(tmp_path / "tower", tmp_path / "adapter")
     assert model.load_report.ok
