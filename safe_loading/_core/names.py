@@ -27,7 +27,7 @@ def canonical(name: str) -> str:
 
 
 def prefix_of_all(names: Collection[str]) -> str:
-    """Return what a wrapper of the model put before every one of the names; empty where it did not."""
+    """Return the prefix that a wrapper of the model put before all of the names; empty without one."""
     return next((prefix for prefix in WRAPPER_PREFIXES if names and all(n.startswith(prefix) for n in names)), "")
 
 

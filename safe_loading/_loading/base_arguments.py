@@ -113,9 +113,9 @@ def checked_class(model_class: ModelClass, config: PreTrainedConfig) -> ModelCla
     return loader
 
 
-def advice_on_part(model_class: ModelClass | None, config: PreTrainedConfig) -> list[str]:
+def advice_on_part(model_class: ModelClass | None, config: object) -> list[str]:
     """Return the reason why an adapter of a part of the base does not fit, and the road; empty where it is of none."""
-    if model_class is None or not _is_part(model_class, config):
+    if model_class is None or not isinstance(config, PreTrainedConfig) or not _is_part(model_class, config):
         return []
     name = model_class.__name__
     return [f"it was trained on a {name} (auto_mapping), a part of the base. {_road_to(model_class, config)}"]

@@ -27,6 +27,8 @@ from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 from .adapter_file import read_tensors, value_findings
 from .adapter_values import Adapter
 from .allocation_limit import allocation_limit
+from .base_arguments import advice_on_part
+from .choose_class import class_of_auto_mapping
 from .experts import fit_experts
 from .fused_parameters import without_conversion_by_peft
 from .key_names import check_key_mapping
@@ -182,7 +184,9 @@ def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding],
     errors = errors_in(findings)
     unread = any(finding.code == "fused-layout-unknown" for finding in findings)
     if errors and (strict or unread or not (injection.match.values or adapter.config.is_prompt_learning)):
-        raise refusal([adapter], type(base_of(injection.model)).__name__, errors)
+        base = base_of(injection.model)
+        part = advice_on_part(class_of_auto_mapping(adapter), getattr(base, "config", None))
+        raise refusal([adapter], type(base).__name__, [*part, *errors])
 
 
 class NeedsValues(Exception):

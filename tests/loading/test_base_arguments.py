@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    CLIPModel,
     CLIPVisionModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -216,6 +217,10 @@ def test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own(tmp_path: Path) -
     said = r"trained on a CLIPVisionModel \(auto_mapping\).*CLIPVisionModel\.from_pretrained\(base\)\.save_pretrained"
     with pytest.raises(AdapterError, match=said):  # the class that the adapter names, which nobody asked for
         load_peft_on_rank(tmp_path / "whole", tmp_path / "adapter")
+    with pytest.raises(AdapterError, match=said):
+        load_peft_on_rank(tmp_path / "adapter", CLIPModel.from_pretrained(tmp_path / "whole"))
+    with pytest.raises(AdapterError, match=said):
+        merge_lora_checkpoint(tmp_path / "whole", tmp_path / "adapter", tmp_path / "not written")
     CLIPVisionModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "tower")
     model = load_peft_on_rank(tmp_path / "tower", tmp_path / "adapter")
     assert model.load_report.ok
