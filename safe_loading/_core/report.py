@@ -72,7 +72,7 @@ def problems_of_all_layers(problems: Iterable[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for problem in dict.fromkeys(problems):
         groups.setdefault(_of_any_layer(problem), []).append(problem)
-    return [f"{group[0]}{_in_others(group)}" for group in groups.values()]
+    return [group[0] if len(group) == 1 else f"{group[0].rstrip('.')}.{_in_others(group)}" for group in groups.values()]
 
 
 def _of_any_layer(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, one_for_all_layers
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.rank_devices import RankDevices
 
@@ -141,4 +141,4 @@ def overwrite_base(
             "overwritten, as peft does (save_embedding_layers, bias)."
         )
         findings.append(Finding("base-weight-replaced", "info", f"{where}: {key}", message, "", value.nbytes))
-    return findings
+    return one_for_all_layers(findings)

@@ -43,6 +43,7 @@ from .starts import (
     builds_on_meta,
     holds_finished_prompt,
     may_change_base,
+    random_start,
     refuse_start_without_card,
     resized_by_file,
     skip_deferred_start,
@@ -266,11 +267,21 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             raise NeedsValues from error
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
-        way = f"{_way_for_another_method(model, config)}{_way_for_packed_layers(model)}"
+        way = f"{_way_for_another_method(model, config)}{_way_for_packed_layers(model)}{_way_without_package(error, config)}"
+        start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
-            f"{str(error).rstrip('. ')}.{way}"
+            f"{str(error).rstrip('. ')}.{way}",
+            start,
         ) from error
+
+
+def _way_without_package(error: Exception, config: PeftConfig) -> str:
+    """Return the way where a package is missing that an adapter's method imports; empty for any other error."""
+    if not isinstance(error, ImportError):
+        return ""
+    layers_of_megatron = ", or set megatron_config to null, which only layers of Megatron need"
+    return f" Install it{layers_of_megatron if getattr(config, 'megatron_config', None) else ''}."
 
 
 def _way_for_another_method(model: torch.nn.Module, config: PeftConfig) -> str:

@@ -421,3 +421,33 @@ def test_arguments_of_other_names_have_one_here(
 def test_a_path_that_is_wrong_is_checked(tmp_path: Path, tiny_llama: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="Check the path"):
         load_peft_on_rank(tiny_llama, tmp_path / "no adapter")
+
+
+def test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    adapter = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    change_config(adapter, megatron_config={"x": 1}, megatron_core="megatron.core")
+    with pytest.raises(AdapterError, match=r"No module named 'megatron'\. Install it, or set megatron_config to null"):
+        load_peft_on_rank(adapter, tiny_llama)
+    change_config(adapter, megatron_config=None)
+    assert torch.equal(
+        logits(load_peft_on_rank(adapter, tiny_llama)), logits(load_peft_on_rank(tiny_adapter, tiny_llama))
+    )
+
+
+def test_a_start_that_peft_does_not_make_without_its_data_is_told(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    adapter = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    change_config(adapter, init_lora_weights="corda")
+    with pytest.raises(AdapterError, match=r"from data that is in no file.*convert it to a plain LoRA"):
+        load_peft_on_rank(adapter, tiny_llama)
+
+
+def test_trained_biases_of_all_layers_are_told_once_for_each_module(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", attention_bias=True)
+    model = load_peft_on_rank(save_adapter(tmp_path / "adapter", base, bias="all"), base)
+    replaced = [each for each in model.load_report.findings if each.code == "base-weight-replaced"]
+    assert len(replaced) == 4  # of q_proj, k_proj, v_proj and o_proj
+    assert all(finding.message.endswith("The same in 2 more, of layers [0, 1, 2].") for finding in replaced)

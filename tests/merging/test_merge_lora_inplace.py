@@ -26,7 +26,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
-from safe_loading import ArgumentError, MergeError, load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace
+from safe_loading import (
+    ArgumentError,
+    MergeError,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+)
 from safe_loading._merging.weights import apply
 from safe_loading._merging.weights.update import RowMerger
 
@@ -411,6 +418,13 @@ def test_a_problem_of_every_layer_is_told_once(tiny_llama: Path, tiny_adapter: P
         merge_lora_inplace(model)
     assert len(refused.value.problems) == 3  # of q_proj, v_proj and down_proj
     assert all("The same in 2 more, of layers [0, 1, 2]." in problem for problem in refused.value.problems)
+
+
+def test_a_problem_of_every_layer_is_told_once_on_disk_too(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, alora_invocation_tokens=[1, 2])
+    with pytest.raises(MergeError, match=r"Keep adapter 'default' as an adapter\. The same in 2 more") as refused:
+        merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "out")
+    assert len(refused.value.problems) == 3
 
 
 def lora_bias_without_a_bias() -> Any:
