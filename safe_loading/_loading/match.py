@@ -87,9 +87,11 @@ def _shape_mismatch(
     labels: int | None = None,
 ) -> Finding:
     on_file, in_model = list(value.shape), list(tensor.shape)
-    if on_file[1:] == in_model[1:] and in_model[0] in rows and ".lora_" not in key:
-        message = f"the file has {on_file[0]} rows ({on_file}), the base's vocabulary has {in_model[0]} ({in_model})"
-        fix = f"load the base yourself, call base.resize_token_embeddings({on_file[0]}) and pass it as base_model"
+    at = 1 if ".lora_embedding_A" in key else 0  # the dimension of the words, where there is one
+    alike = len(on_file) == len(in_model) > at and on_file[1 - at : 2 - at] == in_model[1 - at : 2 - at]
+    if alike and in_model[at] in rows:
+        message = f"the file has {on_file[at]} rows ({on_file}), the base's vocabulary has {in_model[at]} ({in_model})"
+        fix = f"load the base yourself, call base.resize_token_embeddings({on_file[at]}) and pass it as base_model"
         return fault("vocabulary-resized", f"{file}: {key}", message, fix, value.nbytes)
     message = f"the file has {on_file}, the model has {in_model}."
     if ".modules_to_save." in key and on_file[1:] == in_model[1:] and in_model[0] == labels:

@@ -457,6 +457,19 @@ def test_a_resized_vocabulary_says_how_to_resize(tmp_path: Path, tiny_llama: Pat
     assert torch.equal(logits(load_peft_on_rank(resized, adapter)), logits(two_steps(adapter, tmp_path / "resized")))
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
+def test_a_resized_vocabulary_under_a_lora_has_that_fix_alone(
+    tmp_path: Path, tiny_llama: Path, targets: list[str]
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    base.resize_token_embeddings(110)
+    base.save_pretrained(tmp_path / "resized")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "resized", target_modules=[*targets, "q_proj"])
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(AutoModelForCausalLM.from_pretrained(tiny_llama), adapter)
+    assert all("resize_token_embeddings(110)" in problem for problem in refused.value.problems)
+
+
 def test_embeddings_that_peft_saved_too_replace_the_base_s_and_are_reported(tmp_path: Path, tiny_llama: Path) -> None:
     import peft
 
