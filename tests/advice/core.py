@@ -47,7 +47,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "name one type": _CARD,
         "name it once": _READ,
     },
-    "_core/paths.py": {"pass a path": _READ},
+    "_core/paths.py": {"pass a path": _READ, "pass the folder that its save_pretrained": _READ},
     "_core/workload.py": {
         "pass a number, or let {} find it": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
         "pass context_length={} and decode_steps=": _DECODED,

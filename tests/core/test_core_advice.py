@@ -52,6 +52,12 @@ PAIRS: dict[str, tuple[Callable[..., Any], object, str, list[tuple[object, objec
         "pass a path, as text that is not empty or a pathlib.Path.",
         [("base", "base"), (Path("base"), "base")],
     ),
+    "a path of a model": (
+        lambda value: path_text(value, "source"),
+        LlamaConfig(),
+        "pass the folder that its save_pretrained writes.",
+        [("base", "base")],
+    ),
     "a count": (
         lambda value: whole_number(value, "ranks", least=2),
         1,
