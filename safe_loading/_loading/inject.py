@@ -22,7 +22,7 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.zero3 import made_whole
 from safe_loading._ranks.own_generators import own_generators
-from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
+from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError, printable
 
 from .adapter_file import read_tensors, value_findings
 from .adapter_values import Adapter
@@ -53,6 +53,8 @@ from .starts import (
     without_repeated_layers,
     without_start_on_base,
 )
+
+_MOST_OF_PEFT = 400  # characters of an error of peft, which may show a module with all that is in it
 
 
 @dataclasses.dataclass
@@ -267,11 +269,11 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             raise NeedsValues from error
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
-        way = f"{_way_for_another_method(model, config)}{_way_for_packed_layers(model)}{_way_without_package(error, config)}"
+        ways = _way_beside_others(model, config, error), _way_for_packed_layers(model), _way_without_package(error, config)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
-            f"{str(error).rstrip('. ')}.{way}",
+            f"{_in_a_line(error)}.{''.join(ways)}",
             start,
         ) from error
 
@@ -284,9 +286,20 @@ def _way_without_package(error: Exception, config: PeftConfig) -> str:
     return f" Install it{layers_of_megatron if getattr(config, 'megatron_config', None) else ''}."
 
 
-def _way_for_another_method(model: torch.nn.Module, config: PeftConfig) -> str:
-    """Return the way for an adapter of another method than those that a model has; empty where it is of the same."""
-    if not has_adapters(model) or config.peft_type in {each.peft_type for each in model.peft_config.values()}:
+def _in_a_line(error: Exception) -> str:
+    """Return what peft says, without the line breaks of a module that it shows whole."""
+    return printable(" ".join(str(error).rstrip(". ").split()), _MOST_OF_PEFT)
+
+
+def _way_beside_others(model: torch.nn.Module, config: PeftConfig, error: Exception) -> str:
+    """Return the way for an adapter that cannot stand beside those of a model; empty where that is not the reason.
+
+    It is of another method, or targets a module that they have wrapped otherwise: tokens of an embedding, and a LoRA.
+    """
+    if not has_adapters(model):
+        return ""
+    own_wrapper = any(sign in str(error) for sign in ("TrainableTokensWrapper", "peft.tuners."))
+    if not own_wrapper and config.peft_type in {each.peft_type for each in model.peft_config.values()}:
         return ""
     return " Load it with a base of its own: load_peft_on_rank(base_model, adapter)."
 

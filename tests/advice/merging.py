@@ -28,7 +28,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "copy the tokenizer of the base or the adapter": "merging/test_verify_merge_tokenizers.py::"
         "test_other_ids_are_named",
     },
-    "_merging/disk/compare_verdicts.py": {"merge again": f"{_VERIFIED}test_a_stale_shard_is_named"},
+    "_merging/disk/compare_verdicts.py": {
+        "merge again": f"{_VERIFIED}test_a_stale_shard_is_named",
+        "pass the base first and the merged folder last": f"{_VERIFIED}"
+        "test_base_and_merge_in_each_other_s_place_are_told",
+    },
     "_merging/verify_merge.py": {
         'pass "adapter", "base"': VALUES,
         "Pass the one that the merge wrote": "test_named_alike.py::test_the_folder_of_an_adapter_is_taken_or_named",

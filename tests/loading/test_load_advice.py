@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from faults import adapters as faults
 from models import save_adapter, save_llama
 from peft import IA3Config, PeftModel, get_peft_model
@@ -451,3 +452,20 @@ def test_trained_biases_of_all_layers_are_told_once_for_each_module(tmp_path: Pa
     replaced = [each for each in model.load_report.findings if each.code == "base-weight-replaced"]
     assert len(replaced) == 4  # of q_proj, k_proj, v_proj and o_proj
     assert all(finding.message.endswith("The same in 2 more, of layers [0, 1, 2].") for finding in replaced)
+
+
+@needs("peft", "0.17")
+@pytest.mark.parametrize("first", ["rows", "words"])
+def test_adapters_that_wrap_an_embedding_in_two_ways_have_bases_of_their_own(
+    tmp_path: Path, tiny_llama: Path, first: str
+) -> None:
+    adapters = {
+        "rows": save_adapter(tmp_path / "rows", tiny_llama, trainable_token_indices=[1, 2]),
+        "words": save_adapter(tmp_path / "words", tiny_llama, target_modules=["embed_tokens", "q_proj"]),
+    }
+    second = next(name for name in adapters if name != first)
+    model = load_peft_on_rank({first: adapters[first]}, tiny_llama)
+    with pytest.raises(AdapterError, match=r"Load it with a base of its own: load_peft_on_rank") as refused:
+        load_adapter_on_rank(model, adapters[second], second)
+    assert str(refused.value).count("\n") <= 1  # peft shows the whole module, over many lines
+    assert load_peft_on_rank(adapters[second], tiny_llama).load_report.ok

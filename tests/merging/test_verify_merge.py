@@ -310,6 +310,28 @@ def test_a_shard_of_another_run_is_named(made: Made, tmp_path: Path) -> None:
     assert f"all are in {shard}" in finding.message
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_base_and_merge_in_each_other_s_place_are_told(made: Made, tmp_path: Path, dtype: torch.dtype) -> None:
+    """To merge again over "merged" would overwrite the base."""
+    base = made.llama(dtype)
+    adapter = made.adapter(base, **LINEAR)
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    (finding,) = verify_merge(tmp_path / "merged", adapter, base).findings
+    assert finding.fix.startswith("pass the base first and the merged folder last")
+    assert verify_merge(base, adapter, tmp_path / "merged").ok
+
+
+def test_wrong_rows_that_follow_one_another_are_told_by_their_ends(made: Made, tmp_path: Path) -> None:
+    base = made.llama()
+    adapter = made.adapter(base, **LINEAR)
+    merge_lora_checkpoint(base, adapter, tmp_path / "right")
+    right = tensors_of(tmp_path / "right")
+    name = next(key for key in right if "q_proj" in key)
+    right[name][3:7] = right[name][3:7] + 1
+    check = verify_merge(base, adapter, rewritten(tmp_path / "right", tmp_path / "wrong", right))
+    assert f"({name}: rows 3 to 6)" in check.findings[0].message
+
+
 def test_a_rank_pattern_that_was_not_heeded_is_a_factor(made: Made, tmp_path: Path) -> None:
     base = made.llama(torch.bfloat16)
     adapter = made.adapter(base, rank_pattern={"q_proj": 2}, **LINEAR)

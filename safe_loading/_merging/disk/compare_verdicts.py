@@ -25,6 +25,7 @@ _MORE_TWICE_THAN_ONCE = 1.5
 _WORST = (
     "not finite", "other", "transposed", "scaled", "twice", "base", "narrowed", "rounding", "exact",
 )  # fmt: skip
+_OTHER_WAY_ROUND = "pass the base first and the merged folder last, if they stand in each other's place"
 _AGAIN = "merge again: merge_lora_checkpoint(base, adapter, merged, overwrite=True)"
 
 
@@ -159,7 +160,9 @@ def _detail(shape: tuple[int, ...], sums: Sums, sections: int, plan: TensorPlan)
     if sections > 1 or (len(plan.rows) > 1 and sections):
         parts.append(f"{sections} of its {len(plan.rows)} updates")
     if sums.rows and sums.wrong_rows <= len(sums.rows):
-        numbers = ", ".join(map(str, sums.rows))
+        first, last = sums.rows[0], sums.rows[-1]
+        is_run = last - first > 1 and list(sums.rows) == list(range(first, last + 1))
+        numbers = f"{first} to {last}" if is_run else ", ".join(map(str, sums.rows))
         parts.append(f"row{'s' * (len(sums.rows) > 1)} {numbers}")
     if sums.codes_off:
         parts.append(f"up to {counted(sums.codes_off, 'code')} off the nearest")
@@ -183,6 +186,8 @@ def findings_of(tensors: Sequence[CheckedTensor]) -> list[Finding]:
         verb = _OF_ONE.get(verb, verb) if len(own) == 1 else verb
         message = f"{counted(len(own), 'tensor')} {verb} {rest}{_more(verdict, own)}."
         nbytes = sum(tensor.bytes for tensor in own)
+        if verdict == "scaled" and all(math.isclose(tensor.scale or 0, -1, rel_tol=0.01) for tensor in own):
+            fix = f"{_OTHER_WAY_ROUND}; otherwise {fix}"  # a merge over "merged" would then overwrite the base
         findings.append(Finding(code, severity, where, message, f"{fix}.", nbytes))
     return findings
 

@@ -88,8 +88,8 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
     if not found:
         return []
     return [
-        f"{adapter.facts.path}: its weight is {weight:g}, and {', '.join(found)} cannot be multiplied: they replace "
-        f"values of the base, or depend on its norm. Give it the weight 1, or train it without them"
+        f"{adapter.facts.path}: its weight is {weight:g}, and {', '.join(found)} cannot be multiplied by it: what "
+        f"replaces values of the base, or depends on its norm, has no factor. Give it the weight 1, or train it without"
     ]
 
 
