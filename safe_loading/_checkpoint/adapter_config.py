@@ -95,6 +95,9 @@ def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
             yield f"{name} is {value!r}; it must be a number, because it scales the adapter"
         elif name == "r":
             yield from _rank_problems(name, value)
+    for name in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"):
+        if isinstance(value := config.get(name), str) and value:  # which peft would take for true, whatever it says
+            yield f"{name} is {value!r:.80}; it must be true or false"
     dropout, bias = config.get("lora_dropout", 0), config.get("bias", "none")
     if not _is_number(dropout) or not 0 <= _number(dropout) <= 1:
         yield f"lora_dropout is {dropout!r:.80}; it must be a number from 0 to 1, and 0 where there is none"

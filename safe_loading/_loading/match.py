@@ -262,6 +262,10 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
                 f"ensure_weight_tying ties {name!r} for the first adapter of a model alone, and this is a later one"
             )
             return fault("target-not-covered", f"{file}: {key}", message, _BASE_OF_ITS_OWN)
+        if (flag := _flag_of(key)) is not None and f"{path}.lora_A.{adapter}" in modules:
+            message = f"the tensor is of an adapter with {flag}, and the config of this one does not have it"
+            fix = f"set {flag} to true in adapter_config.json"
+            return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "
             f"nowhere to go"
@@ -271,6 +275,13 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
     base = type(base_of(model)).__name__
     message = f"{base} has no module {name!r} (nearest: {_nearest(path, modules, model)})"
     return fault("adapter-key-unexpected", f"{file}: {key}", message, _fix_of_unexpected(name, model, fitting))
+
+
+def _flag_of(key: str) -> str | None:
+    """Return the field of a LoRA's config without which it has no such tensor; None for one that each has."""
+    if ".lora_magnitude_vector" in key:
+        return "use_dora"
+    return "lora_bias" if ".lora_B." in key and key.endswith(".bias") else None
 
 
 def _fix_of_unexpected(path: str, model: PeftModel, fitting: str | None) -> str:
@@ -310,7 +321,11 @@ def _missing(file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors,
                 f"the model has a {list(slot.tensor.shape)} for it, the file has no tensor; peft would leave it at its "
                 f"random or zero initial value"
             )
-            fix = f"{_RIGHT_BASE}, or save the adapter again (gathered, from rank 0)"
+            flag = _flag_of(key)
+            right = (
+                _RIGHT_BASE if flag is None else f"set {flag} to false in adapter_config.json if it was not trained so"
+            )
+            fix = f"{right}, or save the adapter again (gathered, from rank 0)"
             findings.append(fault("adapter-key-missing", f"{file}: {key}", message, fix, slot.tensor.nbytes))
     return findings
 

@@ -166,6 +166,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass device='{}'": "loading/test_load_on_simulated_devices.py::test_a_base_on_another_device_is_refused",
     },
     "_loading/match.py": {
+        "set {} to true in adapter_config.json": _MENDED,
+        "set {} to false in adapter_config.json if": _MENDED,
         "pass the base that the adapter": _MENDED,
         ", or correct r and rank_pattern": _MENDED,
         "load it onto a base of its own": f"{_STARTS}test_projections_that_differ_from_the_shared_ones_are_refused",

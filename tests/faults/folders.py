@@ -369,6 +369,9 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter with null for its ranks": Fault(adapter_config(rank_pattern=None), ("rank_pattern is null", "{}")),
     "adapter with null for its alphas": Fault(adapter_config(alpha_pattern=None), ("alpha_pattern is null", "{}")),
     "adapter with null for its dropout": Fault(adapter_config(lora_dropout=None), ("lora_dropout is None", "0 to 1")),
+    "adapter with text for a flag": Fault(
+        adapter_config(use_rslora="false"), ("use_rslora is 'false'", "true or false")
+    ),
     "adapter with null for its bias": Fault(adapter_config(bias=None), ("bias is None", "lora_only")),
     "adapter with a start of random numbers": Fault(
         adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4", "randomized SVD")

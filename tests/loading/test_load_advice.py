@@ -110,6 +110,9 @@ MENDED: dict[str, tuple[Config, Config, Callable[[Any], Any], str, Config | None
         "keep one of them",
         None,
     ),
+    "magnitudes": ({"use_dora": True}, {"use_dora": False}, lambda _: None, "set use_dora to true", {"use_dora": True}),
+    "no magnitudes": ({}, {"use_dora": True}, lambda _: None, "set use_dora to false", {"use_dora": False}),
+    "no biases": ({}, {"lora_bias": True}, lambda _: None, "set lora_bias to false", {"lora_bias": False}),
     "NaN": ({}, {}, lambda tensors: tensors[f"{KEY}.lora_A.weight"].fill_(torch.nan), "an earlier checkpoint", None),
     "integers": (
         {},
