@@ -269,11 +269,11 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             raise NeedsValues from error
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
-        ways = _way_beside_others(model, config, error), _way_for_packed_layers(model), _way_without_package(error, config)
+        way = _way_beside_others(model, config, error) or _way_for_packed_layers(model)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
-            f"{_in_a_line(error)}.{''.join(ways)}",
+            f"{_in_a_line(error)}.{way or _way_without_package(error, config)}",
             start,
         ) from error
 
