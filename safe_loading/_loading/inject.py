@@ -287,7 +287,7 @@ def _way_without_package(error: Exception, config: PeftConfig) -> str:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return what peft says, without the line breaks of a module that it shows whole."""
+    """Return the words of an error of peft without line breaks, which a module has that it shows whole."""
     return printable(" ".join(str(error).rstrip(". ").split()), _MOST_OF_PEFT)
 
 
