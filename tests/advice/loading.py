@@ -31,7 +31,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/inject.py": {
         ", or set megatron_config to null": f"{_ADVISED}"
         "test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it",
-        "Install it": OUTSIDE,
         "Load the base, call resize_token": "loading/test_vocabularies.py::"
         "test_a_trained_row_that_the_base_lacks_is_told",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
