@@ -34,6 +34,7 @@ SIZES = frozenset(
 )  # fmt: skip
 OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
 LOAD_IN_ADAPTERS = "load it with the library adapters (adapters.init(model), then model.load_adapter(folder))"
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _BIASES = ("none", "all", "lora_only")
 # Names under which other programs write what peft reads as these.
 _OTHERWISE_NAMED = {"r": ("rank", "lora_r", "lora_rank"), "lora_alpha": ("alpha",)}
@@ -47,6 +48,11 @@ _MOST_REPLICATED = 1_000  # layers; the deepest published models have less than 
 _MOST_LAYERS = 10_000
 _LONGEST_LIST = 10_000
 _MOST_ITERATIONS = 1_000  # of a start that factorizes each weight of the base; published adapters take up to 64
+
+
+def start_changes_base(init_lora_weights: object) -> bool:
+    """Return whether a LoRA with this start changes the base's weights."""
+    return str(init_lora_weights).startswith(_CHANGES_BASE)  # peft knows no "PiSSA"
 
 
 def is_of_adapterhub(config: Mapping[str, object]) -> bool:

@@ -16,6 +16,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners import tuners_utils
 from peft.utils.other import get_pattern_key
 
+from safe_loading._checkpoint.adapter_config import start_changes_base
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter_config
 from safe_loading._checkpoint.adapter_patterns import pattern_problems
 from safe_loading._checkpoint.faults import note
@@ -31,7 +32,6 @@ from safe_loading.errors import AdapterError, SafeLoadingError
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _MAMBA_CHECK = "_check_lora_target_modules_mamba"
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEARNING_RATE = re.compile(r"_lr(?:_|$)")  # in the name of a field
 
 
@@ -150,7 +150,7 @@ def injecting(adapter: object, model: object) -> Iterator[None]:
 
 def changes_base(config: PeftConfig) -> bool:
     """Return whether injecting this adapter changes the base's weights."""
-    return str(getattr(config, "init_lora_weights", "")).startswith(_CHANGES_BASE)  # peft knows no "PiSSA"
+    return start_changes_base(getattr(config, "init_lora_weights", ""))
 
 
 def is_lora(config: PeftConfig) -> bool:

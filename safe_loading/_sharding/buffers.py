@@ -138,9 +138,9 @@ def twins_of_diffusers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Mo
     memory. In what was drawn at random the two differ.
     """
     for path, module in model.named_modules():
-        make = getattr(type(module), "from_config", None)
+        make: Callable[..., nn.Module] | None = getattr(type(module), "from_config", None)
         config: object = vars(module).get("_internal_dict")  # where diffusers keeps it (0.42)
-        if callable(make) and isinstance(config, Mapping):
+        if make is not None and isinstance(config, Mapping):
             with contextlib.suppress(Exception):  # a user's class, whose constructor may ask for anything
                 with own_copy_of_generators(), NoInit(), torch.device("cpu"):
                     twins = make(config), make(config)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from safe_loading._checkpoint.adapter_config import start_changes_base
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
 from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._core.names import canonical, method_name
@@ -162,6 +163,13 @@ def _made_writable(weightless: nn.Module, of_base: set[torch.Tensor], keys: Set[
 
 def _other_settings(facts: AdapterFolder, config: object) -> list[str]:
     """Return the settings that differ between an adapter's file and the model, one per line."""
+    start = facts.config.get("init_lora_weights")
+    if start_changes_base(start) and start != getattr(config, "init_lora_weights", None):
+        return [
+            f"{facts.config_file}: init_lora_weights={start!r} changed the base before training, and the base of this "
+            f"model is as it was. Load the two with load_peft_on_rank, and wrap what it returns, without source= and "
+            f"adapters="
+        ]
     return [
         f"{facts.config_file}: {field} is {facts.config[field]!r}, and the model's adapter has "
         f"{getattr(config, field)!r}"

@@ -95,7 +95,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "Make it with init_device_mesh": _ROADS,
         "make it with init_device_mesh": _ROADS,
     },
-    "_sharding/new_values.py": {"Attach it to a base with weights": _PEFT},
+    "_sharding/new_values.py": {
+        "Attach it to a base with weights": _PEFT,
+        "Load the two with load_peft_on_rank": "sharding/test_wrap_fsdp_advice.py::"
+        "test_an_adapter_that_changed_its_base_is_wrapped_with_it",
+    },
     "_sharding/parameters.py": {
         "pass modules, parameters": _SHARDED,
         "remove the hook": "sharding/test_parameter_notes.py::test_hooks_on_gradients_are_refused_by_name",

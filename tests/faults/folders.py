@@ -374,7 +374,7 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     ),
     "adapter with null for its bias": Fault(adapter_config(bias=None), ("bias is None", "lora_only")),
     "adapter with a start of random numbers": Fault(
-        adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4", "randomized SVD")
+        adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4",)
     ),
     "adapter with an alpha under another name": Fault(
         adapter_config(lora_alpha=..., alpha=16), ("lora_alpha is missing", '"alpha": 16')

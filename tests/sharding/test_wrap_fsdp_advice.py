@@ -18,7 +18,13 @@ from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from safe_loading import SafeLoadingError, assert_optimizer_sharded, meta_model, wrap_fsdp_meta_safe
+from safe_loading import (
+    SafeLoadingError,
+    assert_optimizer_sharded,
+    load_peft_on_rank,
+    meta_model,
+    wrap_fsdp_meta_safe,
+)
 
 
 def any_of(wrong: object) -> Any:
@@ -409,3 +415,25 @@ def test_a_script_ties_two_values_of_a_folder_in_a_model_that_has_them(one_rank:
     tied = any_of(wrap_fsdp_meta_safe(by_script(LlamaForCausalLM.from_pretrained(tmp_path))))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert torch.equal(tied.lm_head.weight.full_tensor(), one.lm_head.weight)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_wrapped_with_it(
+    one_rank: None, tiny_llama: Path, tmp_path: Path, start: Any
+) -> None:
+    """Its tensors fit a plain LoRA of the same sizes, over a base that is not the one that it was trained on."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)
+    trained = get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), config).eval()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            parameter.add_("lora_B" in name)
+    trained.save_pretrained(tmp_path)
+    plain = LoraConfig(r=4, target_modules=["q_proj"])
+    with torch.device("meta"):
+        model = get_peft_model(on_meta(tiny_llama), plain)
+    with pytest.raises(SafeLoadingError, match=f"init_lora_weights='{start}' changed the base .* load_peft_on_rank"):
+        wrap_fsdp_meta_safe(model, tiny_llama, adapters=tmp_path)
+    model = wrap_fsdp_meta_safe(load_peft_on_rank(tiny_llama, tmp_path))
+    tokens = torch.arange(1, 13).view(1, 12)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, trained(tokens).logits)
