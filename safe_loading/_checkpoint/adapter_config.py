@@ -34,6 +34,8 @@ SIZES = frozenset(
 )  # fmt: skip
 OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
 LOAD_IN_ADAPTERS = "load it with the library adapters (adapters.init(model), then model.load_adapter(folder))"
+# Initializations that subtract something from the base's weights when peft injects the adapter (peft
+# `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _BIASES = ("none", "all", "lora_only")
 # Names under which other programs write what peft reads as these.

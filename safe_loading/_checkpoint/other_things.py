@@ -46,11 +46,11 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
         return OtherThing(message, f"copy the {_OWN[1]} there that mlx_lm.lora wrote beside them")
     if any(name.endswith(_WEIGHTS) for name in names):
         return None
-    if any(name.endswith(_GGUF) for name in names):
-        name = next(name for name in sorted(names) if name.endswith(_GGUF))
-        return (
-            None if gguf else OtherThing("holds GGUF files, which llama.cpp reads", f"{_OF_GGUF}; {_load_gguf(name)}")
-        )
+    of_gguf = sorted(name for name in names if name.endswith(_GGUF))
+    if of_gguf and gguf:
+        return None
+    if of_gguf:
+        return OtherThing("holds GGUF files, which llama.cpp reads", f"{_OF_GGUF}; {_load_gguf(of_gguf[0])}")
     inside = checkpoints_of(path)
     if not inside:
         return None

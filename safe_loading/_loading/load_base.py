@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
-from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.names import ancestors, without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
@@ -116,19 +116,13 @@ def refuse_missing_weights(
     for adapter in adapters:
         header = adapter.facts.header
         names = {without_peft_prefix(name) for name in (() if header is None else header.tensors)}
-        if changed := sorted({module for name in names for module in _modules_around(name) if module in hidden}):
+        if changed := sorted({module for name in names for module in ancestors(name) if module in hidden}):
             raise AdapterError(
                 f"{adapter.facts.config_file}: the adapter changes {counted(len(changed), 'layer')} whose weights "
                 f"{folder.path} keeps packed until the first forward pass ({request.method}), and peft changes no "
                 f"layer without a weight: {listed(changed)}. Load the base decoded: base_kwargs="
                 f"{{'quantization_config': {known.dequantized_by}(dequantize=True)}}."
             )
-
-
-def _modules_around(name: str) -> Iterator[str]:
-    """Yield the modules around a tensor, the innermost first."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:

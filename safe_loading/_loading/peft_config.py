@@ -29,8 +29,6 @@ from safe_loading._core.report import Finding, Severity
 from safe_loading._core.thread_patches import patched
 from safe_loading.errors import AdapterError, SafeLoadingError
 
-# Initializations that subtract something from the base's weights when peft injects the adapter (peft
-# `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _MAMBA_CHECK = "_check_lora_target_modules_mamba"
 _LEARNING_RATE = re.compile(r"_lr(?:_|$)")  # in the name of a field
 

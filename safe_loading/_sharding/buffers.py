@@ -155,10 +155,15 @@ def _take_from_twins(model: nn.Module, lost: Mapping[str, TensorPlace]) -> None:
         for name, place in lost.items():
             value = values.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
             into = place.module._buffers[place.attribute]
-            if value is None or into is None or (value.shape, value.dtype) != (into.shape, into.dtype):
+            if value is None or into is None or not is_like(value, into):
                 continue
             if torch.equal(value, again[name.removeprefix(prefix)]):
                 into.copy_(value)
+
+
+def is_like(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether a value has the shape and the dtype of a tensor."""
+    return value.shape == tensor.shape and value.dtype == tensor.dtype
 
 
 def _reset(module: nn.Module) -> None:

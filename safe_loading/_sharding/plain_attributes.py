@@ -13,7 +13,7 @@ from safe_loading._core.names import canonical
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
-from .buffers import skeleton_like, transformers_models, twins_of_diffusers
+from .buffers import is_like, skeleton_like, transformers_models, twins_of_diffusers
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -99,13 +99,9 @@ def _values_in(path: str, made: nn.Module, found: Collection[_AttributeOnMeta]) 
     for each in found:
         owner = modules.get(canonical(each.path))
         value = None if owner is None else vars(owner).get(each.place)
-        if isinstance(value, torch.Tensor) and not value.is_meta and _alike(value, each.tensor):
+        if isinstance(value, torch.Tensor) and not value.is_meta and is_like(value, each.tensor):
             values[each.name] = value
     return values
-
-
-def _alike(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return value.shape == tensor.shape and value.dtype == tensor.dtype
 
 
 class _NumbersOnHost(TorchFunctionMode):

@@ -69,14 +69,8 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
         hand_hooks_on(replacement.old, replacement.new)
         for parent, name in parents.get(id(replacement.old), []):
             setattr(parent, name, replacement.new)
-    if not replacements and not is_decoded_gguf(model):
-        return []
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:
-        quantizer.remove_quantization_config(model)
-    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
-        if getattr(model, flag, False):
-            setattr(model, flag, False)
+    if replacements or is_decoded_gguf(model):
+        _forget_quantization(model)
     if not replacements:
         return []
     size = sum(replacement.weight.nbytes for replacement in replacements)
@@ -88,6 +82,15 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
     )
     fix = "none; dequantize=False keeps the model quantized, and rounds what the adapters add to its codes."
     return [Finding("layers-dequantized", "info", where, why, fix, size)]
+
+
+def _forget_quantization(model: torch.nn.Module) -> None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        if getattr(model, flag, False):
+            setattr(model, flag, False)
 
 
 def _quantized_layers(

@@ -14,11 +14,7 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of, is_lora_layer, outermost_tuner_layers
-from safe_loading._model.quantized.recognize import (
-    computes_with_others,
-    has_offloaded_codes,
-    is_quantized,
-)
+from safe_loading._model.quantized.recognize import computes_with_others, has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import is_blocked, merge_targets, without_bias

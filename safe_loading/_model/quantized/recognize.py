@@ -33,5 +33,5 @@ def is_decoded_gguf(model: torch.nn.Module) -> bool:
     """
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     method = getattr(settings, "quant_method", None)
-    decoded = all(parameter.is_floating_point() for parameter in model.parameters())
-    return getattr(method, "value", method) == "gguf" and decoded
+    is_gguf = getattr(method, "value", method) == "gguf"
+    return is_gguf and all(parameter.is_floating_point() for parameter in model.parameters())
