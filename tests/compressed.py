@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter, save_llama
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 
@@ -46,17 +55,45 @@ def save_compressed(root: Path, preset: str) -> tuple[Path, Path]:
     """Save a Llama that compressed-tensors has quantized by one of its presets, and an adapter of it."""
     plain = save_llama(root / "plain", torch.bfloat16, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     adapter = save_adapter(root / "adapter", plain)
-    model = load(plain)
+    _compress(load(plain), preset, ["lm_head"], root / "base")
+    return root / "base", adapter
+
+
+def save_nested(root: Path, preset: str) -> tuple[Path, Path]:
+    """Save the same of an image-text model whose config says so inside that of its language model, as Kimi K2.5's."""
+    model = _llava().to(torch.bfloat16).eval()
+    lora = LoraConfig(r=2, target_modules=r".*language_model.*\.(q_proj|up_proj)", init_lora_weights=False)
+    get_peft_model(copy.deepcopy(model), lora).save_pretrained(root / "adapter")
+    ignored = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
+    _compress(model, preset, ignored, root / "base")
+    file = root / "base" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["quantization_config"] = {**config.pop("quantization_config"), "ignore": ignored}
+    file.write_text(json.dumps(config))
+    return root / "base", root / "adapter"
+
+
+def _llava() -> Any:
+    text = LlamaConfig(
+        vocab_size=101, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=100))
+
+
+def _compress(model: Any, preset: str, ignored: list[str], folder: Path) -> None:
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _calibrate(module)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(root / "base")
-    compressor.update_config(root / "base")
-    return root / "base", adapter
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
 
 
 def _calibrate(module: Any) -> None:

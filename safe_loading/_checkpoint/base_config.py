@@ -154,11 +154,17 @@ def settings_beside(name: str, document: JsonObject) -> JsonObject | None:
     return {"quant_method": method, **numbers, **others}
 
 
+def quantization_of(config: JsonObject) -> object:
+    """Return the settings that transformers takes: the config's own, or else those of the language model inside."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    return next((entry for part in parts if (entry := part.get("quantization_config"))), None)
+
+
 def reads_quantization(config: JsonObject) -> bool:
     """Return whether transformers finds a quantization in a config, of a method that it may know or not."""
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    found = [entry for part in parts if isinstance(entry := part.get("quantization_config"), dict)]
-    return any(entry.get("quant_method") or entry.get("load_in_4bit") or entry.get("load_in_8bit") for entry in found)
+    found = quantization_of(config)
+    return isinstance(found, dict) and any(map(found.get, ("quant_method", "load_in_4bit", "load_in_8bit")))
 
 
 def passed_over(config: JsonObject) -> bool:
@@ -166,9 +172,7 @@ def passed_over(config: JsonObject) -> bool:
 
     It does so for a method that it does not know, and for GGUF's where no file of that kind is named.
     """
-    parts = (config, config.get("text_config"))
-    found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
-    entry = next((entry for entry in found if entry), None)
+    entry = quantization_of(config)
     if not isinstance(entry, dict) or entry.get("load_in_4bit") or entry.get("load_in_8bit"):
         return False
     method = entry.get("quant_method")

@@ -17,7 +17,7 @@ from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout
 from safe_loading._model.meta_model import build_on_meta
-from safe_loading._model.model_config import ignored_sizes, read_config
+from safe_loading._model.model_config import ignored_sizes, lift_quantization, read_config
 from safe_loading._model.quantized.on_disk import without_passed_over
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import CheckpointError
@@ -56,6 +56,7 @@ def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedC
     quantization = options.pop("quantization_config", None)  # of the load: transformers merges it with the config's
     read: Any = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     config, rest = read
+    lift_quantization(config)
     for name in IMPLEMENTATIONS & base_kwargs.keys():
         setattr(config, f"_{name}", base_kwargs[name])
     return config, rest if quantization is None else {**rest, "quantization_config": quantization}

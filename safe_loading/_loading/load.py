@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedConfig
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
@@ -121,7 +122,7 @@ def check_before_load(
         checkpoint = opened.read_checkpoint(variant=options.base_kwargs.get("variant"))
         refuse_quantization(checkpoint, opened.config or {})
         refuse_unread_codes(opened)
-        refuse_missing_weights(opened, checkpoint, adapters, options.base_kwargs)
+        refuse_missing_weights(opened, checkpoint.tensors, adapters, options.base_kwargs)
         refuse_index_without_metadata(opened, checkpoint)
     read_generation_config(folder, opened.generation_config)
     meta_model = chosen.model or build(auto_class)
@@ -147,7 +148,8 @@ def _checked_on_meta(
     untied = list[UntiedPair]()
     if checkpoint is not None:
         layout = read_layout(meta_model, checkpoint.tensors, key_mapping=options.base_kwargs.get("key_mapping"))
-        settings = (base.opened.config or {}).get("quantization_config")
+        refuse_missing_weights(base.opened, layout.key_of.values(), adapters, options.base_kwargs)
+        settings = quantization_of(base.opened.config or {})
         if (by_headers := modules_by_headers(meta_model, checkpoint, settings, layout)) is not None:
             base = dataclasses.replace(base, skips=by_headers.skips, findings=(*base.findings, by_headers.finding))
         planned = plan_into_place(base.opened, checkpoint, layout, meta_model, options.devices, options.base_kwargs)

@@ -11,9 +11,8 @@ from typing import cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
-from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
+from safe_loading._checkpoint.base_config import IMPLEMENTATIONS, quantization_of
 from safe_loading._checkpoint.faults import fault, listed, note
-from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.names import ancestors, without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
@@ -101,15 +100,16 @@ def load_base(
 
 
 def refuse_missing_weights(
-    folder: ModelFolder, checkpoint: Checkpoint, adapters: Sequence[Adapter], base_kwargs: EngineKwargs
+    folder: ModelFolder, names: Iterable[str], adapters: Sequence[Adapter], base_kwargs: EngineKwargs
 ) -> None:
     """Refuse adapters of layers that will have no weight when the base has been loaded, before it is read.
 
-    peft looks at the weight of each layer that it changes, and fails without a word about the format.
+    peft looks at the weight of each layer that it changes, and fails without a word about the format. ``names`` are
+    those of the base's tensors, in the file or in the model, or both.
     """
-    on_disk = (folder.config or {}).get("quantization_config")
+    on_disk = quantization_of(folder.config or {})
     known = format_named(on_disk.get("quant_method")) if isinstance(on_disk, dict) else None
-    hidden = set[str]() if known is None else known.without_weight(checkpoint.tensors)
+    hidden = set[str]() if known is None else known.without_weight(names)
     request = read_request(on_disk, base_kwargs.get("quantization_config")) if hidden else None
     if known is None or request is None or request.options.get("dequantize"):
         return

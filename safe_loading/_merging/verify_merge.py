@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import folder_here
 from safe_loading._checkpoint.index import Checkpoint
@@ -173,7 +174,7 @@ class _Judged:
     @property
     def method(self) -> object:
         """The method by which its config says that it is quantized; None without one."""
-        settings = (self.opened.config or {}).get("quantization_config")
+        settings = quantization_of(self.opened.config or {})
         return settings.get("quant_method") if isinstance(settings, Mapping) else None
 
     def read_blocks(self) -> bool:

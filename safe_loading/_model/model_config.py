@@ -51,7 +51,20 @@ def read_config(
     ignored = ignored_sizes(folder, document, config)
     if ignored is not None and ignored.severity == "error":
         raise CheckpointError(ignored.problem)
+    lift_quantization(config)
     return config
+
+
+def lift_quantization(config: PreTrainedConfig) -> None:
+    """Move the quantization of the language model inside to a config without one, which transformers takes as its."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:  # several of them
+        return
+    # a mapping where the class knows no config inside: transformers says what is wrong as it builds the model
+    found = vars(text).pop("quantization_config", None) if isinstance(text, PreTrainedConfig) else None
+    if found and not getattr(config, "quantization_config", None):
+        config.quantization_config = found
 
 
 def read_generation_config(folder: Path, document: JsonObject | None = None) -> GenerationConfig | None:

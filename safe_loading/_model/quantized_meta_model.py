@@ -21,7 +21,7 @@ from .formats.card_findings import bytes_of_parameters, experts_not_quantized
 from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
 from .formats.registry import FORMATS
 from .meta_model import class_assumed, meta_model
-from .model_config import ignored_sizes
+from .model_config import ignored_sizes, lift_quantization
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
@@ -142,21 +142,11 @@ def _without_quantization(config: PreTrainedConfig, folder: ModelFolder | None) 
     """Return a copy of a config that says nothing of a quantization, and the ``quantization_config`` that it had."""
     plain = copy.deepcopy(config)
     without_passed_over(plain, folder)
+    lift_quantization(plain)
     on_disk: object = vars(plain).pop("quantization_config", None)
     for entry in UNREAD_ENTRIES:
         vars(plain).pop(entry, None)
-    return plain, on_disk if on_disk is not None else _of_text_model(plain)
-
-
-def _of_text_model(config: PreTrainedConfig) -> object:
-    """Take the quantization out of the config of the language model inside, where transformers looks for it, too."""
-    try:
-        text = config.get_text_config(decoder=True)
-    except ValueError:  # several of them
-        return None
-    # a mapping where the class knows no config inside: transformers says what is wrong as it builds the model
-    found: object = vars(text).pop("quantization_config", None) if isinstance(text, PreTrainedConfig) else None
-    return found
+    return plain, on_disk
 
 
 def _nothing_quantized(model: torch.nn.Module, method: str, size: int) -> Finding:

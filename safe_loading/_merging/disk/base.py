@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.left_over import holds_codes, is_passed_over
@@ -116,7 +117,7 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
     path, config = resolved.folder / CONFIG, opened.config or {}
     refuse_quantization(checkpoint, config)
     refuse_unread_codes(opened)
-    quantization = None if is_passed_over(config, checkpoint.tensors) else config.get("quantization_config")
+    quantization = None if is_passed_over(config, checkpoint.tensors) else quantization_of(config)
     facts = resolved.source, opened, resolved.commit, kwargs
     if not quantization:
         return MergeBase(*facts, checkpoint, {}, frozenset(), checkpoint, dtype)

@@ -320,7 +320,7 @@ def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: t
 
 
 def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
-    """Return a copy of a config with new values; a dotted key is that of a nested config, None takes an entry out.
+    """Return a copy of a config with new values; a dotted key is that of a nested one, None takes an entry out of all.
 
     ``dtype`` and ``tie_word_embeddings`` are changed in each nested config that has them, too.
     """
@@ -338,7 +338,8 @@ def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
             if name in nested:
                 nested[name] = value
         if value is None:
-            document.pop(name, None)
+            for nested in configs:
+                nested.pop(name, None)
             continue
         *outer, last = name.split(".")
         nested = document

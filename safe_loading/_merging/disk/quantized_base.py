@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.copy_bytes import range_of, read_into
 from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
@@ -88,7 +89,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
     unknown = [n for n, info in weights.items() if n not in found and info.dtype not in FLOATS]
     if unknown or not quantized:
-        method = config.get("quantization_config", {}).get("quant_method")
+        method = _settings(config).get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are {KNOWN_ON_DISK}. "
             f"{road_into_plain(method)} Not known:",
@@ -111,9 +112,14 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
 
 def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> QuantizedTensor | None:
     """Return the weight whose codes a tensor holds, by its dtype and the tensors that describe it."""
-    settings = config.get("quantization_config", {})
+    settings = _settings(config)
     found = (each.find(name, checkpoint, settings) for each in STORED.values())
     return next((weight for weight in found if weight is not None), None)
+
+
+def _settings(config: JsonObject) -> JsonObject:
+    found = quantization_of(config)
+    return found if isinstance(found, dict) else {}
 
 
 def road_into_plain(method: object) -> str:
