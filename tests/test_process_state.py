@@ -61,6 +61,7 @@ REASONS = {
     "_memory/trace/sharded_step.py: destroy_process_group": "spread= has a process group; docs/reliability.md",
     "_memory/trace/sharded_step.py: init_process_group": "spread= has a process group; docs/reliability.md",
     "_merging/disk/write_files.py: set_num_threads": "of threads that start during a merge; docs/reliability.md",
+    "_merging/weights/update.py: set_num_threads": "of the merge's own threads; docs/reliability.md",
     "_merging/weights/variants.py: manual_seed": "of a generator of its own",
     "_model/formats/convertible.py: set_default_dtype": "torch has one default dtype; docs/reliability.md",
     "_model/torch_state.py: set_default_dtype": "torch has one default dtype; docs/reliability.md",

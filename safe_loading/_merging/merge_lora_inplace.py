@@ -77,8 +77,8 @@ def merge_lora_inplace(
             ``model.load_adapter()`` or ``model.add_adapter()``.
         adapter_names: The adapters to merge, in this order. None takes the active ones of each layer.
         check_finite: Whether adapters and merged weights must be finite in the dtype of the weight.
-        scratch_bytes: The largest temporary, in bytes; never less than eight rows of a weight. The result does not
-            depend on it.
+        scratch_bytes: The largest temporary of a thread, in bytes; never less than eight rows of a weight. On the CPU
+            as many threads merge as ``torch.get_num_threads()`` says, 16 at most. The result depends on neither.
         progress: Whether a progress bar is shown. None shows it in a terminal.
         unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
             as merged, so that ``model.unmerge_adapter()`` can take them out again.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +12,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from safe_loading._merging.weights import update as update_module
 from safe_loading._merging.weights.finite import delta_bound, delta_rms, why_not_finite
 from safe_loading._merging.weights.rounding import _Frame, round_into
-from safe_loading._merging.weights.update import ROWS, RowMerger, Term, Update, merge_matrix
+from safe_loading._merging.weights.update import (
+    ROWS,
+    PartlyMergedError,
+    RowMerger,
+    Term,
+    Update,
+    merge_matrix,
+    merge_threads,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -228,6 +239,129 @@ def test_scratch_is_what_was_asked_for() -> None:
         assert scratch / 2 < size <= scratch
     least = RowMerger(Update((4096, 64), (plain(4096, 64, 4),)), torch.float32, torch.device("cpu"), scratch_bytes=1)
     assert least.rows_per_block == ROWS
+
+
+# ------------------------------------------------------------------------------------------------- several threads
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_bands_of_several_threads_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    torch.set_num_threads(count)
+    with merge_threads() as threads:
+        for shape in ((83, 64), (260, 27), (7, 300), (8, 16), (1, 1), (0, 16)):
+            update, weight = UPDATES[kind](*shape), seeded(*shape, seed=shape[0]).double()
+            expected_norms = merge_matrix(update, expected := weight.clone())
+            for scratch in (1, 1 << 20):
+                merged = weight.clone()
+                norms = merge_matrix(update, merged, scratch_bytes=scratch, threads=threads)
+                assert torch.equal(merged, expected), (shape, scratch)
+                assert all(torch.equal(norm, expected_norms[index]) for index, norm in norms.items())
+
+
+def test_each_band_is_merged_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[int, int, int]]()
+    merge = RowMerger.merge
+
+    def noted(self: RowMerger, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
+        together.wait(60)
+        seen.append((start, len(rows), torch.get_num_threads()))
+        merge(self, rows, start, into)
+
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    monkeypatch.setattr(RowMerger, "merge", noted)
+    torch.set_num_threads(3)
+    together = threading.Barrier(3)
+    with merge_threads() as threads:
+        merge_matrix(UPDATES["one"](64, 32), seeded(64, 32), threads=threads)
+    assert sorted(seen) == [(0, 24, 1), (24, 24, 1), (48, 16, 1)]
+
+
+def test_weights_of_inference_mode_are_merged_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    torch.set_num_threads(2)
+    update, weight = UPDATES["dora columns"](40, 16), seeded(40, 16)
+    merge_matrix(update, expected := weight.clone())
+    with torch.inference_mode(), merge_threads() as threads:
+        merge_matrix(update, merged := weight.clone(), threads=threads)
+    assert merged.is_inference()
+    assert torch.equal(merged, expected)
+
+
+@pytest.mark.parametrize("failing", [0, 16, 32])
+def test_memory_that_runs_out_in_one_thread_leaves_the_bands_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    merge_block = RowMerger._merge_block
+
+    def without_memory(self: RowMerger, stored: torch.Tensor, first: int, target: torch.Tensor) -> None:
+        if first >= failing + 8 and first < failing + 16:
+            raise MemoryError("no more memory")
+        merge_block(self, stored, first, target)
+
+    update, weight = UPDATES["one"](48, 16), seeded(48, 16)
+    merge_matrix(update, expected := weight.clone())
+    expected[failing + 8 : failing + 16] = weight[failing + 8 : failing + 16]
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    monkeypatch.setattr(RowMerger, "_merge_block", without_memory)
+    torch.set_num_threads(3)
+    with merge_threads() as threads, pytest.raises(PartlyMergedError, match=r"40 rows are merged, .*no more memory"):
+        merge_matrix(update, weight, scratch_bytes=1, threads=threads)
+    assert torch.equal(weight, expected)
+
+
+def test_an_error_that_is_not_of_memory_comes_out_once_all_threads_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, ended = RowMerger.merge, list[int]()
+
+    def broken(self: RowMerger, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
+        if not start:
+            raise ZeroDivisionError("a fault")
+        time.sleep(0.05)
+        merge(self, rows, start, into)
+        ended.append(start)
+
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    monkeypatch.setattr(RowMerger, "merge", broken)
+    torch.set_num_threads(3)
+    with merge_threads() as threads:
+        with pytest.raises(ZeroDivisionError):
+            merge_matrix(UPDATES["one"](48, 16), seeded(48, 16), threads=threads)
+        assert sorted(ended) == [16, 32]
+
+
+def threads_of_a_new_thread() -> int:
+    found = list[int]()
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_that_start_beside_a_merge_have_as_many_threads_of_torch_as_before() -> None:
+    torch.set_num_threads(3)
+    with merge_threads() as threads:
+        assert threads is not None
+        assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3)
+    assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3)
+
+
+def test_a_system_without_more_threads_merges_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[int]()
+
+    def refused(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(1)
+        start(thread)
+
+    torch.set_num_threads(3)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with merge_threads() as threads:
+        assert threads is None
+        assert started
+        assert torch.get_num_threads() == 3
+        merge_matrix(UPDATES["one"](8, 16), seeded(8, 16), threads=threads)
 
 
 def test_norms_are_left_for_whoever_undoes_it() -> None:

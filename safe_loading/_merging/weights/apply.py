@@ -19,7 +19,7 @@ from .offloaded import OffloadedWeights
 from .rounding_loss import RoundingLoss
 from .trainable_tokens import TokenRows
 from .unload import hand_hooks_on
-from .update import PartlyMergedError, merge_matrix
+from .update import MergeThreads, PartlyMergedError, merge_matrix, merge_threads
 from .writable_tensors import parents_of
 
 _Parents = dict[int, list[tuple[torch.nn.Module, str]]]
@@ -49,14 +49,14 @@ def carry_out(
     losses: dict[str, RoundingLoss] = {}
     groups, total = plan.groups, len(plan.groups)
     bar = progress.Bar("merging", total, unit=" layers", shown=show_progress)
-    with bar:
+    with bar, merge_threads() as threads:
         for _ in range(total):
             begun = None
             try:
                 held.deliver()
                 for job in groups[0]:
                     begun = job.path
-                    losses |= _merge_layer(job, offloaded, options)
+                    losses |= _merge_layer(job, offloaded, options, threads)
             except (MemoryError, RuntimeError, HalfMergedError) as error:
                 raise _stopped(error, plan, total) from error
             except KeyboardInterrupt as interrupt:
@@ -69,7 +69,9 @@ def carry_out(
     return losses
 
 
-def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> dict[str, RoundingLoss]:
+def _merge_layer(
+    job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions, threads: MergeThreads | None
+) -> dict[str, RoundingLoss]:
     """Overwrite the weights of a layer, in the offload store too, and mark it as merged; return the rounding losses.
 
     HalfMergedError: the memory ran out after something of the layer was written; MemoryError, RuntimeError: before.
@@ -84,7 +86,7 @@ def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOpt
         for matrix in target.matrices:
             try:  # torch reports an allocation that failed as a RuntimeError
                 if matrix.fp8 is None:
-                    norms = _merge_matrix(matrix, options.scratch_bytes, begun=written > 0)
+                    norms = _merge_matrix(matrix, options.scratch_bytes, threads, begun=written > 0)
                 else:
                     loss = merge_fp8(matrix.update, matrix.fp8, scratch_bytes=options.scratch_bytes)
                     norms, losses[job.name_of(target)] = {}, loss
@@ -104,9 +106,11 @@ def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOpt
     return losses
 
 
-def _merge_matrix(matrix: MatrixUpdate, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
+def _merge_matrix(
+    matrix: MatrixUpdate, scratch_bytes: int, threads: MergeThreads | None, *, begun: bool
+) -> dict[int, torch.Tensor]:
     try:
-        return merge_matrix(matrix.update, matrix.matrix, scratch_bytes=scratch_bytes)
+        return merge_matrix(matrix.update, matrix.matrix, scratch_bytes=scratch_bytes, threads=threads)
     except (MemoryError, RuntimeError):  # before the first row of this matrix was written
         if not begun:
             raise

@@ -6,9 +6,13 @@ their results are the same to the last bit.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -27,6 +31,8 @@ RANKS = 128
 SPARE_BYTES = 1 << 16  # freed when the memory runs out within a weight; the temporaries of a block are smaller
 LEFT_BYTES = 1 << 17  # of the left factors in float64, which are converted for many blocks at once
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices; their blocks are merged on the CPU
+_MOST_THREADS = 16  # more would wait for one another: Python's own part of a block is a thirtieth of it
+_BAND_ELEMENTS = 1 << 18  # of a thread, at least: fewer are merged in less time than it takes to hand them over
 
 
 def exact(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -39,10 +45,11 @@ def _float64_device(device: torch.device) -> torch.device:
 
 
 class PartlyMergedError(Exception):
-    """The memory ran out before a weight was finished; ``rows``, from the first, are merged."""
+    """The memory ran out before a weight was finished; so many ``rows`` are merged, from the first in each thread."""
 
     def __init__(self, rows: int, cause: BaseException) -> None:
         super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
+        self.rows, self.cause = rows, cause
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,28 +117,19 @@ class RowMerger:
         rows: int | None = None,  # of one block, a multiple of eight, instead of ``scratch_bytes``
     ) -> None:
         height, columns = update.shape
-        self.update = update
+        self.update, self._dtype = update, dtype
         self._device = device = _float64_device(device)
         # A DoRA term that is not the first needs both the sum so far and the weight itself, for its norm.
         late_dora = any(term.magnitude is not None for term in update.terms[1:])
         per_row = columns * (Rounder.bytes_per_element(dtype, device) + (16 if late_dora else 0))
         fitting = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
         self.rows_per_block = max(ROWS, min(fitting, -(-height // ROWS) * ROWS))
-        size = self.rows_per_block * columns
-        self._values = torch.empty(size, dtype=torch.float64, device=device)
-        self._weight = torch.empty_like(self._values) if late_dora else None
-        self._own_sum = torch.empty_like(self._values) if late_dora else None
-        self._rounder = Rounder(dtype, size, device)
-        self._views: dict[int, torch.Tensor] = {}
+        self._late_dora = late_dora
         ranks = sum(term.left.shape[1] for term in update.terms)
         blocks = max(1, LEFT_BYTES // max(8 * ranks * self.rows_per_block, 1))
         # As many rows of the left factors as LEFT_BYTES allow are converted at once, not those of each block anew.
         self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-height // ROWS) * ROWS))
-        self._left_from = -1
-        self._left = [
-            torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device) for term in update.terms
-        ]
-        self._left_blocks = [left.split_with_sizes(_sizes(self._span, self.rows_per_block)) for left in self._left]
+        self._make_buffers()
         right = [exact(term.right, device).contiguous() for term in update.terms]
         self._right = [factor.split_with_sizes(_sizes(factor.shape[0], RANKS)) for factor in right]
         self._magnitude = {
@@ -145,7 +143,29 @@ class RowMerger:
             for index in self._magnitude
         }
         self._norms_are_squares = update.needs_norms
+
+    def _make_buffers(self) -> None:
+        """Allocate the buffers in which blocks are merged."""
+        device, size = self._device, self.rows_per_block * self.update.shape[1]
+        self._values = torch.empty(size, dtype=torch.float64, device=device)
+        self._weight = torch.empty_like(self._values) if self._late_dora else None
+        self._own_sum = torch.empty_like(self._values) if self._late_dora else None
+        self._rounder = Rounder(self._dtype, size, device)
+        self._views: dict[int, torch.Tensor] = {}
+        self._left_from = -1
+        self._left = [
+            torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device)
+            for term in self.update.terms
+        ]
+        self._left_blocks = [left.split_with_sizes(_sizes(self._span, self.rows_per_block)) for left in self._left]
         self._spare: torch.Tensor | None = torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)
+
+    def twin(self) -> RowMerger:
+        """Return a merger of other rows of this weight, for another thread; they share the factors and the norms."""
+        self._take_roots()
+        twin = copy.copy(self)
+        twin._make_buffers()
+        return twin
 
     def add_norms(self, rows: torch.Tensor, start: int) -> None:
         """Add some rows to DoRA's norms of columns.
@@ -264,14 +284,18 @@ class RowMerger:
                 values.mul_(factor)
         return values if len(block) == len(values) else values[lead : lead + len(block)]
 
+    def _take_roots(self) -> None:
+        """Turn the sums of squares of columns into norms."""
+        if self._norms_are_squares:
+            # all at once: where the memory runs out at one of them, no other may be taken twice
+            self.norms = {number: squares.sqrt() for number, squares in self.norms.items()}
+            self._norms_are_squares = False
+
     def _dora_factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
         """Return magnitude / norm, to be multiplied with the buffer."""
         magnitude = self._magnitude[index]
         if self.update.axis == 1:
-            if self._norms_are_squares:
-                # all at once: where the memory runs out at one of them, no other may be taken twice
-                self.norms = {number: squares.sqrt() for number, squares in self.norms.items()}
-                self._norms_are_squares = False
+            self._take_roots()
             return magnitude / self.norms[index]
         norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
         inside, rows = norms[lead : lead + count], slice(first, first + count)
@@ -286,12 +310,86 @@ def _sizes(count: int, size: int, first: int = 0) -> list[int]:
     return [length for length in (first, *[size] * whole, rest) if length]
 
 
-def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
-    """Overwrite a whole weight, viewed as a matrix, with its merged values.
+class MergeThreads:
+    """Threads that each merge a band of the rows of a weight, and each compute in one thread of torch.
+
+    torch itself would split every step of a block over its threads, and wait for all of them after each. Where other
+    processes share the cores, or a container sees more of them than it may use, each wait costs a time slice.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, count: int) -> None:
+        self._pool, self._count = pool, count
+
+    def merge(self, merger: RowMerger, matrix: torch.Tensor) -> None:
+        """Merge all rows of a weight; PartlyMergedError as of :meth:`RowMerger.merge`, once all threads have ended."""
+        inference = torch.is_inference_mode_enabled()  # of this thread alone, as all that torch's context managers set
+        if merger.update.needs_norms:
+            self._pool.submit(_in_mode, inference, merger.add_norms, matrix, 0).result()
+        bands = max(1, min(self._count, matrix.numel() // _BAND_ELEMENTS))
+        rows = max(1, -(-len(matrix) // bands // ROWS)) * ROWS
+        parts = [(start, matrix[start : start + rows]) for start in range(0, len(matrix), rows)]
+        mergers = [merger, *(merger.twin() for _ in parts[1:])]  # all that is allocated, before anything is written
+        calls = [
+            self._pool.submit(_in_mode, inference, one.merge, part, start)
+            for one, (start, part) in zip(mergers, parts, strict=False)
+        ]
+        errors = [call.exception() for call in calls]  # once all have ended
+        for error in errors:
+            if error is not None and not isinstance(error, PartlyMergedError):
+                raise error
+        partly = [error for error in errors if isinstance(error, PartlyMergedError)]
+        if partly:
+            ends = zip(parts, errors, strict=True)
+            merged = sum(
+                error.rows - start if isinstance(error, PartlyMergedError) else len(part)
+                for (start, part), error in ends
+            )
+            raise PartlyMergedError(merged, partly[0].cause) from partly[0]
+
+
+def _in_mode(inference: bool, work: Callable[..., None], *args: object) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        work(*args)
+
+
+@contextmanager
+def merge_threads() -> Iterator[MergeThreads | None]:
+    """Give as many threads as torch has in this one; None where that is one thread, or no other can be started."""
+    before, gate = torch.get_num_threads(), threading.Event()
+    count = min(before, _MOST_THREADS)
+    if count == 1:
+        yield None
+        return
+
+    def one_torch_thread() -> None:
+        torch.set_num_threads(1)  # which OpenMP keeps for each thread apart
+        torch.get_num_threads()  # or the first operation takes the last number that any thread has set
+        gate.wait()  # until each of these calls has a thread of its own
+
+    with ThreadPoolExecutor(count, "merge") as pool:
+        calls = list[Future[None]]()
+        with suppress(RuntimeError):  # the system gives no more threads
+            while len(calls) < count:
+                calls.append(pool.submit(one_torch_thread))
+        gate.set()
+        wait(calls)
+        if len(calls) < count:
+            pool.shutdown()  # which does what could not be handed over
+        torch.set_num_threads(before)  # torch gives its last number to every thread that starts from now on
+        yield MergeThreads(pool, count) if len(calls) == count else None
+
+
+def merge_matrix(
+    update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB, threads: MergeThreads | None = None
+) -> dict[int, torch.Tensor]:
+    """Overwrite a whole weight, viewed as a matrix, with its merged values; ``scratch_bytes`` are those of a thread.
 
     Returned are DoRA's norms by index of the term, which peft needs to unmerge.
     """
     merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
+    if threads is not None and matrix.device.type == "cpu":
+        threads.merge(merger, matrix)
+        return merger.norms
     if update.needs_norms:
         merger.add_norms(matrix, 0)
     merger.merge(matrix, 0)
