@@ -34,7 +34,8 @@ _QUANTIZE_LATER = "leave it out, and quantize the output when it is loaded: noth
 # Arguments of a load that change no file, and what to do instead of a merge with them.
 _NOT_ON_DISK = {
     **dict.fromkeys(("quantization_config", *_BITS), _QUANTIZE_LATER),
-    "key_mapping": "leave it out, and save the base under the names of its class first: load it so, and save it",
+    "key_mapping": "leave it out, and save the base under the names of its class first: load it so, and save it with "
+    "save_original_format=False, without which it gets its old names back",
 }
 
 

@@ -100,7 +100,7 @@ def _shape_mismatch(
     rank = f" The config says r={getattr(config, 'r', None)}." if ".lora_" in key else ""
     fix = (
         f"{_RIGHT_BASE} (for a head: base_kwargs={{'num_labels': ...}}), or correct r and rank_pattern in "
-        f"adapter_config.json"
+        f"adapter_config.json{', and alpha_pattern with them: peft scales by lora_alpha / rank' if rank else ''}"
     )
     return fault("shape-mismatch", f"{file}: {key}", f"{message}{rank}", fix, value.nbytes)
 

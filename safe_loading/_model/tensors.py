@@ -125,3 +125,12 @@ def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[s
         # Reversed, because what is pushed last is visited first.
         if children:
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+
+
+def addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor and the one after its last, gaps of a view included."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

@@ -45,6 +45,20 @@ def past_hooks(model: nn.Module) -> list[str]:
     ]
 
 
+def tied_factors(model: nn.Module) -> list[str]:
+    """Return the layers whose LoRA is that of the embeddings, seen from the other side, each with a fix.
+
+    ``ensure_weight_tying`` makes two parameters of one memory for a tied head. As shards they would be two memories.
+    """
+    return [
+        f"{canonical(name)}.lora_A and .lora_B share their memory with the LoRA of the embeddings "
+        f"(ensure_weight_tying=True), and FSDP would train the two apart. Train it on one device or under "
+        f"DistributedDataParallel, or attach an adapter with ensure_weight_tying=False"
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer) and (getattr(layer, "kwargs", None) or {}).get("tied_adapter")
+    ]
+
+
 def past_flat_units(model: nn.Module) -> list[str]:
     """Return the adapters that fail in the first forward pass under FSDP1, each with a fix.
 

@@ -221,6 +221,11 @@ def _marked_as_loaded(model: nn.Module) -> Iterator[None]:
 
 def _remedy(name: str, place: TensorPlace) -> str:
     kind = type(place.module).__name__
+    if ".trainable_tokens_original." in f".{name}":
+        return (
+            f"{name}: peft copies these rows from the weights of the base. Load the two with load_peft_on_rank on "
+            f"every rank, and wrap what it returns, without source= and adapters="
+        )
     return (
         f"{name}: {place.tensor.dtype} {list(place.tensor.shape)} of {kind}. Give {kind} a method reset_buffers() that "
         f"fills it, or assign its values to the module's attribute {place.attribute} before the call: on every rank, "

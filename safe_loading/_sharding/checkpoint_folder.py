@@ -171,7 +171,8 @@ def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     made = []
     for each in tied:
         for name, (module, attribute) in zip(each.names, each.places, strict=True):
-            if (own := rename(name)) in apart:
+            # A copy that an adapter saves has the adapter's values, and is tied as the adapter ties it.
+            if ".modules_to_save." not in name and (own := rename(name)) in apart:
                 made.append(nn.Parameter(torch.empty_like(each.tensor), each.tensor.requires_grad))
                 module._parameters[attribute] = made[-1]
                 del ties[own]

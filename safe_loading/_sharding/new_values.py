@@ -139,9 +139,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
             problems.append(f"{facts.weights}: {' '.join(str(error).split())}")
             continue
         problems += [f"{facts.path}: {key} has no place in the model" for key in result.unexpected_keys]
-        # peft lists the base's weights as missing too
-        missing = [key for key in result.missing_keys if f".{name}." in f"{key}."]
-        problems += [f"{facts.path} has no {key}" for key in missing]
+        problems += [f"{facts.path} has no {key}" for key in _missing(weightless, name, result.missing_keys)]
     if problems:
         raise AdapterError("The adapters do not fit the model:", problems)
     # the other weights of the base are expanded from one element each, which is not contiguous
@@ -151,6 +149,16 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         if parameter.tensor.is_contiguous()
         and (parameter.name in given or any(f".{name}." in f"{parameter.name}." for name in folders))
     }
+
+
+def _missing(model: nn.Module, adapter: str, keys: Sequence[str]) -> list[str]:
+    """Return the keys of an adapter's own tensors that its file has under none of their names.
+
+    peft lists the base's weights as missing, too, and of a tensor with two names, as the trained rows of a tied head,
+    the one that it does not save.
+    """
+    found = {name for each in parameters_of(model) if not {*each.names} <= {*keys} for name in each.names}
+    return [key for key in keys if f".{adapter}." in f"{key}." and key not in found]
 
 
 def _made_writable(weightless: nn.Module, of_base: set[torch.Tensor], keys: Set[str]) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from safe_loading._core.names import canonical, first_names
-from safe_loading._model.tensors import ModelTensor, inventory
+from safe_loading._model.tensors import ModelTensor, addresses, inventory
 from safe_loading.errors import ArgumentError
 
 Ignored = nn.Module | nn.Parameter | str
@@ -48,6 +48,26 @@ def gradient_problems(parameters: Iterable[ModelTensor]) -> list[str]:
             f"{first_names(with_gradient)} {'has a gradient' if len(with_gradient) == 1 else 'have gradients'}, which "
             f"would be lost: call the optimizer's step(), and model.zero_grad()"
         )
+    return problems
+
+
+def memory_problems(parameters: Iterable[ModelTensor]) -> list[str]:
+    """Return a problem for each trained parameter in the memory of another one, which FSDP would train apart from it.
+
+    ``weight.data`` of one module that is made the parameter of another ties the two, and no name shows it.
+    """
+    real = [each for each in parameters if type(each.tensor) in (nn.Parameter, torch.Tensor) and not each.is_meta]
+    ranges = sorted(((*addresses(each.tensor), number) for number, each in enumerate(real)))
+    problems, end, owner = [], 0, 0
+    for start, stop, number in ranges:
+        one, other = real[owner], real[number]
+        if start < end and (one.tensor.requires_grad or other.tensor.requires_grad):
+            problems.append(
+                f"{one.name} shares its memory with {other.name}, a parameter of its own, and FSDP would train the two "
+                f"apart: make them one parameter, as {other.name} = {one.name} does and .data does not, or clone() one"
+            )
+        if stop > end:
+            end, owner = stop, number
     return problems
 
 

@@ -162,7 +162,9 @@ def range_bytes(ranges: Sequence[ElementRange], source: ReadValue) -> Iterator[t
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().view(-1)
+    # A single element that was expanded from a scalar counts as contiguous; its stride of 0 allows no view as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 class _ByteStream:

@@ -27,7 +27,7 @@ from safe_loading._ranks.same_on_ranks import FolderSeen, folder_seen
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2
-from .adapter_methods import past_flat_units, past_hooks
+from .adapter_methods import past_flat_units, past_hooks, tied_factors
 from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .mesh import WrapPlace, is_tensor_parallel
@@ -38,6 +38,7 @@ from .parameters import (
     described,
     gradient_problems,
     ignored_parameters,
+    memory_problems,
     parameters_of,
 )
 from .plain_attributes import refuse_attributes_on_meta
@@ -213,6 +214,9 @@ def assign_roles(
 
     Where an earlier call wrapped the model (``before``), only what was attached since is sharded.
     """
+    problems = tied_factors(model)
+    if problems:  # first: what peft notes of them is on meta, too
+        raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
     refuse_attributes_on_meta(model)
     kept = ignored_parameters(model, ignored)
     every = parameters_of(model)
@@ -228,6 +232,7 @@ def assign_roles(
         *past_hooks(model),
         *(past_flat_units(model) if version == 1 else ()),
         *gradient_problems(roles.parameters),
+        *memory_problems(roles.parameters),
         *_in_eight_bits(roles.sharded),
         *_split_by_zero3(model),
         *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),

@@ -6,6 +6,7 @@ from .reasons import LABEL, OUTSIDE
 
 _ADVISED = "sharding/test_wrap_fsdp_advice.py::"
 _SHARDED = f"{_ADVISED}test_a_model_is_sharded_once_the_advice_is_taken"
+_THREADS = "sharding/test_wrap_fsdp_threads.py::"
 _OPTIMIZER = f"{_ADVISED}test_an_optimizer_is_made_after_the_wrap"
 _WRAP = "sharding/test_wrap_fsdp_meta_safe"
 _PEFT = f"{_WRAP}_peft.py::test_an_adapter_starts_and_trains_as_in_one_process"
@@ -21,6 +22,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/accelerate_settings.py": {"load this model outside of it": _PREPARE, "Use FSDP2 with": _PREPARE},
     "_sharding/adapter_methods.py": {
+        "Train it on one device": f"{_THREADS}"
+        "test_the_lora_of_a_tied_head_cannot_be_trained_apart_from_that_of_the_embeddings",
         "Train a LoraConfig": "memory/test_forecast_every_method.py::"
         "test_adalora_of_a_task_cannot_run_on_shards_and_the_roads_can",
         "Save the adapter with save_pretrained": f"{_AFTER}"
@@ -40,7 +43,9 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/assert_optimizer_sharded.py": {"pass a torch optimizer": _OPTIMIZER, "Make it after": _OPTIMIZER},
     "_sharding/buffers.py": {
-        "Give {} a method reset_buffers()": "sharding/test_sharding_buffers.py::test_both_remedies_of_the_error_work"
+        "Give {} a method reset_buffers()": "sharding/test_sharding_buffers.py::test_both_remedies_of_the_error_work",
+        "Load the two with load_peft_on_rank": f"{_THREADS}"
+        "test_trained_rows_of_a_folder_are_wrapped_over_a_base_with_weights",
     },
     "_sharding/checkpoint_folder.py": {"copy the same files": OUTSIDE},
     "_sharding/open_source.py": {
@@ -102,6 +107,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/parameters.py": {
         "pass modules, parameters": _SHARDED,
+        "make them one parameter": f"{_THREADS}test_parameters_that_share_their_memory_are_made_one",
         "remove the hook": "sharding/test_parameter_notes.py::test_hooks_on_gradients_are_refused_by_name",
         "call the optimizer's step()": "sharding/test_parameter_notes.py::test_gradients_are_refused_by_name",
     },

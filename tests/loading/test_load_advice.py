@@ -13,9 +13,9 @@ import torch
 from engines import needs
 from faults import adapters as faults
 from models import save_adapter, save_llama
-from peft import IA3Config, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from safe_loading import (
     AdapterError,
@@ -472,3 +472,23 @@ def test_adapters_that_wrap_an_embedding_in_two_ways_have_bases_of_their_own(
         load_adapter_on_rank(model, adapters[second], second)
     assert str(refused.value).count("\n") <= 1  # peft shows the whole module, over many lines
     assert load_peft_on_rank(adapters[second], tiny_llama).load_report.ok
+
+
+def test_a_rank_is_corrected_together_with_its_scaling(tiny_llama: Path, tmp_path: Path) -> None:
+    """peft#3737: add_weighted_adapter forgets the rank_pattern, with a scaling of 1 for every rank."""
+    base = LlamaForCausalLM.from_pretrained(tiny_llama)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, init_lora_weights=False)
+    model = get_peft_model(base, config).eval()
+    model.add_weighted_adapter(["default"], [1.0], "sum", combination_type="linear")
+    model.set_adapter("sum")
+    model.save_pretrained(str(tmp_path), selected_adapters=["sum"])
+    folder = tmp_path / "sum"
+    facts = json.loads((folder / faults.CONFIG).read_text())
+    if not facts["rank_pattern"]:  # releases of peft that write it need no correction
+        with pytest.raises(AdapterError, match=r"correct r and rank_pattern .*, and alpha_pattern with them"):
+            load_peft_on_rank(tiny_llama, folder)
+        change_config(folder, rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 2})
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        found = load_peft_on_rank(tiny_llama, folder)(input_ids=tokens).logits
+        assert torch.equal(found, model(input_ids=tokens).logits)

@@ -13,6 +13,7 @@ import torch
 from engines import needs
 from models import save_adapter, save_llama
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_merge_lora_checkpoint import TOKENS, loaded
 from test_merge_lora_checkpoint_expert_codes import adapter_of as experts_adapter
 from test_merge_lora_checkpoint_expert_codes import qwen_moe
@@ -22,7 +23,7 @@ from torch import nn
 from torchrun import run_ranks
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 
-from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading import ArgumentError, MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 from safe_loading._merging.disk.base import MergeBase
 
 
@@ -298,3 +299,24 @@ def test_what_zero_3_has_spread_is_merged_once_it_is_gathered() -> None:
     for facts in run_ranks(ZERO_3, 2, timeout=300).found:
         assert advice in facts.pop("error")
         assert facts == {"spread": True, "equal": True}
+
+
+def test_a_base_of_other_names_is_saved_under_those_of_its_class(
+    tiny_llama: Path, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    """transformers#46766: a save after a load with key_mapping= gives the tensors their old names back."""
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    model.save_pretrained(tmp_path / "renamed")
+    tensors = load_file(tmp_path / "renamed" / "model.safetensors")
+    renamed = {name.replace("model.", "backbone."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "renamed" / "model.safetensors", metadata={"format": "pt"})
+    mapping: dict[str, Any] = {"key_mapping": {"^backbone": "model"}}
+    with pytest.raises(ArgumentError, match="load it so, and save it with save_original_format=False"):
+        merge_lora_checkpoint(tmp_path / "renamed", tiny_adapter, tmp_path / "out", base_kwargs=mapping)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "renamed", **mapping)
+    loaded.save_pretrained(tmp_path / "base", save_original_format=False)
+    merge_lora_checkpoint(tmp_path / "base", tiny_adapter, tmp_path / "out")
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "expected")
+    found, expected = (LlamaForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "expected"))
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other), name

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from safe_loading import merge_lora_checkpoint, verify_merge
+from safe_loading import load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace, verify_merge
 
 
 @pytest.fixture
@@ -48,6 +48,26 @@ def extended(tmp_path: Path) -> Path:
         merge_lora_checkpoint(base, tmp_path / "adapter", tmp_path / "right")
     assert not codes(verify_merge(base, tmp_path / "adapter", tmp_path / "right"))
     return tmp_path
+
+
+def test_a_base_that_has_a_tied_weight_under_the_name_of_its_head(tmp_path: Path) -> None:
+    """accelerate#3870: transformers saves it under the name of the embeddings, as it does after a merge in memory."""
+    saved = save_llama(tmp_path / "saved", torch.bfloat16, tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = tensors_of(saved)
+    base = rewritten(saved, tmp_path / "base", {HEAD: tensors.pop(EMBED), **tensors})
+    adapter = save_adapter(tmp_path / "adapter", base)
+    merged = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu"))
+    merged.save_pretrained(tmp_path / "merged")
+    right = tensors_of(tmp_path / "merged")
+    assert EMBED in right
+    assert HEAD not in right
+    check = verify_merge(base, adapter, tmp_path / "merged")
+    assert check.ok, str(check)
+    wrong = rewritten(tmp_path / "merged", tmp_path / "wrong", {**right, EMBED: right[EMBED] * 2})
+    assert [tensor.name for tensor in verify_merge(base, adapter, wrong).of("other")] == [EMBED]
+    del right[EMBED]
+    without = rewritten(tmp_path / "merged", tmp_path / "without", right)
+    assert [tensor.name for tensor in verify_merge(base, adapter, without).of("missing")] == [HEAD]
 
 
 def test_ends_that_were_trained_apart_and_are_tied_again(extended: Path) -> None:

@@ -210,8 +210,13 @@ class _Matching:
 
     def _has_twin(self, plan: TensorPlan) -> bool:
         """Return whether the tensor that stands for a tied one in the folder's model should have the same values."""
-        twin = self._planned.get(self._stand_ins.get(plan.target.name, ""))
-        return twin is not None and twin is not plan and _same_change(plan, twin)
+        name = self._stand_ins.get(plan.target.name, "")
+        twin = self._planned.get(name)
+        if (
+            twin is None
+        ):  # a name that the base leaves out, and under which the folder's tensor is compared with this one
+            return name in self._merged.tensors
+        return twin is not plan and _same_change(plan, twin)
 
 
 def _stand_ins(ties: Iterable[tuple[str, str]], there: Iterable[str]) -> dict[str, str]:

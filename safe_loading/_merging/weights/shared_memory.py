@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from safe_loading._model.tensors import addresses
+
 
 class MemoryRange(NamedTuple):
     """The addresses of one parameter or buffer, where the model has it, and its data."""
@@ -37,7 +39,7 @@ class SharedMemory:
                     continue
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if type(local) in (torch.nn.Parameter, torch.Tensor):
-                    start, end = _addresses(local)
+                    start, end = addresses(local)
                     if end > start:
                         full_name = f"{path}.{name}".lstrip(".")
                         self._ranges.append(MemoryRange(start, end, full_name, id(module), name, local))
@@ -45,7 +47,7 @@ class SharedMemory:
 
     def others(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor) -> list[MemoryRange]:
         """Return every other parameter and buffer in the memory of ``owner.attribute``, whose data are ``tensor``."""
-        start, end = _addresses(tensor)
+        start, end = addresses(tensor)
         own = (id(owner), attribute)
         return [
             other
@@ -57,12 +59,3 @@ class SharedMemory:
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same memory in the same shape, as tied weights are."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-
-
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor and the one after its last, gaps of a view included."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
