@@ -58,7 +58,8 @@ def trained(base: Path, config: Any, folder: Path | None = None) -> Any:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=TOKENS).logits
+        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
+        return found
 
 
 def stepped(model: Any) -> torch.Tensor:
@@ -148,13 +149,8 @@ def test_a_saved_copy_of_a_tied_weight_over_a_folder_with_two_values(
 def test_a_head_of_one_label_is_wrapped_with_its_adapter(one_rank: None, tmp_path: Path) -> None:
     """accelerate#3732: the bias of a reward model is one element, of which a copy without memory has a stride of 0."""
     base, adapter = tmp_path / "bert", tmp_path / "adapter"
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    BertForSequenceClassification(BertConfig(**sizes, vocab_size=40, num_labels=1)).save_pretrained(base)
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=24, vocab_size=40)).save_pretrained(base)
     config = LoraConfig(task_type="SEQ_CLS", r=1, target_modules=["query"])
     model: Any = get_peft_model(AutoModelForSequenceClassification.from_pretrained(base), config).eval()
     with torch.no_grad():
