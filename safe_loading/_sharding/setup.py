@@ -38,7 +38,6 @@ from .parameters import (
     described,
     gradient_problems,
     ignored_parameters,
-    memory_problems,
     parameters_of,
 )
 from .plain_attributes import refuse_attributes_on_meta
@@ -232,7 +231,6 @@ def assign_roles(
         *past_hooks(model),
         *(past_flat_units(model) if version == 1 else ()),
         *gradient_problems(roles.parameters),
-        *memory_problems(roles.parameters),
         *_in_eight_bits(roles.sharded),
         *_split_by_zero3(model),
         *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),

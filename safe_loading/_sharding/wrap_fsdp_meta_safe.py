@@ -20,15 +20,16 @@ from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import check_not_shared, owned_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_on_ranks import check_same_folders
+from safe_loading.errors import ArgumentError
 
 from .adapter_methods import guard_merges
 from .added_after_wrap import Wrapped, attached_units, wrapped_before
 from .agree import agree
-from .checkpoint_folder import find_folder, untie_as_in_folder
+from .checkpoint_folder import OpenedFolder, find_folder, untie_as_in_folder
 from .fsdp2 import let_generate_wait
 from .fsdp_units import ShardingUnit, Wrap, plan_units
 from .mesh import TENSOR, WrapPlace, find_place, is_tensor_parallel
-from .parameters import Ignored
+from .parameters import Ignored, memory_problems
 from .peak_memory import Peak
 from .plain_attributes import fill_attributes
 from .report import FsdpReport, FsdpUnit
@@ -143,6 +144,9 @@ def wrap_fsdp_meta_safe(
             check_second_call(before, source, version, mesh, auto_wrap_policy, adapters)
         where = find_place(mesh if before is None else before.mesh, device, ranks, version)
         tensors, units, split = _planned(model, auto_wrap_policy, ignored_params, version, before, where)
+        # A script in load_at_prepare() trains what it would train without it, and there plain FSDP splits the memory.
+        if not isinstance(source, OpenedFolder) and (shared := memory_problems(tensors.parameters)):
+            raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", shared)
         how = resolve_options(
             version,
             mp_policy,
