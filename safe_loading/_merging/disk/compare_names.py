@@ -212,9 +212,7 @@ class _Matching:
         """Return whether the tensor that stands for a tied one in the folder's model should have the same values."""
         name = self._stand_ins.get(plan.target.name, "")
         twin = self._planned.get(name)
-        if (
-            twin is None
-        ):  # a name that the base leaves out, and under which the folder's tensor is compared with this one
+        if twin is None:  # the base leaves this name out, under which the folder's tensor is compared with this one
             return name in self._merged.tensors
         return twin is not plan and _same_change(plan, twin)
 
