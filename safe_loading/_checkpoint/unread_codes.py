@@ -24,6 +24,8 @@ from .modelopt import modelopt_codes
 # Methods by which transformers quantizes while it loads, and whose codes it does not read from files again (5.23): it
 # refuses those of the first, and makes the weights of the second at random.
 _QUANTIZED_BY_THE_LOAD = ("nvfp4", "quanto")
+_QUANTIZE_AGAIN = "take the checkpoint in 16 bits that it was made of, and quantize it while it is loaded"
+_OF_QUANTO = "quanto_qmap.json"  # of optimum-quanto's own save_pretrained, which writes nothing into config.json
 UNREAD_ENTRIES = ("quantization", "compression_config")  # of configs, which transformers does not read
 
 
@@ -94,7 +96,7 @@ def _written_by_a_load(folder: ModelFolder, config: JsonObject) -> _Named | None
     return _Named(
         folder.path / CONFIG,
         f"says in {entry} that the weights are quantized ({method})",
-        "take the checkpoint in 16 bits that it was made of, and quantize it while it is loaded",
+        _QUANTIZE_AGAIN,
         "transformers quantizes so while it loads, and reads no such codes from files",
     )
 
@@ -108,4 +110,6 @@ def _beside(folder: ModelFolder) -> _Named | None:
         if settings is not None:
             what = f"says that the weights are quantized ({settings['quant_method']}), and config.json does not"
             return _Named(path, what, f'add "quantization_config": {json.dumps(settings)} to config.json')
-    return None
+    path = folder.path / _OF_QUANTO
+    what = "lists the layers that optimum-quanto quantized, and config.json does not say it"
+    return _Named(path, what, _QUANTIZE_AGAIN) if path.is_file() else None

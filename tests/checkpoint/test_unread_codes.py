@@ -53,7 +53,9 @@ OF_GPTQ = {
 OF_AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 OF_TRANSFORMERS_JS = {"per_channel": True, "reduce_range": True, "per_model_config": {}}
 OF_QUANTO = {"quantization_config": {"quant_method": "quanto", "weights": "int8", "activations": None}}
+OF_QMAP = {"model.layers.0.mlp.down_proj": {"weights": "qint8", "activations": "none"}}
 NAME = "model.layers.0.mlp.down_proj.weight"
+OF_DATA = {f"{NAME}._data": torch.zeros(128, 256, dtype=torch.int8)}
 PACKED = {NAME: torch.zeros(128, 32, dtype=torch.int32)}
 PLAIN = {NAME: torch.zeros(128, 256, dtype=torch.bfloat16)}
 
@@ -78,6 +80,7 @@ def folder_of(path: Path, inside: dict[str, Any], beside: dict[str, Any] | None 
         ({}, {"quantize_config.json": OF_GPTQ}, PACKED, "gptq"),
         ({}, {"quant_config.json": OF_AWQ}, None, "quant_config.json: says .*awq"),
         (OF_QUANTO, None, PACKED, r"\(quanto\); the files take 16.0 KiB.*reads no such codes"),
+        ({}, {"quanto_qmap.json": OF_QMAP}, OF_DATA, r"quanto_qmap.json: lists the layers .*; the files take 32.0 KiB"),
         ({"quantization_config": {"quant_method": "nvfp4"}}, None, PACKED, r"\(nvfp4\).* reads no such codes"),
     ],
 )
@@ -100,6 +103,7 @@ def test_codes_that_transformers_does_not_read_are_refused_everywhere(
     [
         ({}, {"quantize_config.json": OF_TRANSFORMERS_JS}, None),
         ({}, {"quantize_config.json": OF_GPTQ}, PLAIN),  # left over
+        ({}, {"quanto_qmap.json": OF_QMAP}, PLAIN),
         (MLX, None, PLAIN),
         ({"quantization": {"quant_algo": None}}, None, None),
         ({"quantization": None}, None, None),
