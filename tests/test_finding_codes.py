@@ -67,6 +67,8 @@ MADE_BY_TESTS = {
         "test_projections_that_differ_from_the_shared_ones_are_refused",
     },
     "merge_checkpoint.md": {
+        "modules-of-adapter": "merging/test_merge_lora_checkpoint_modules.py::"
+        "test_the_modules_that_were_trained_with_an_adapter_come_along",
         "trained-beside": "loading/test_other_writers.py::"
         "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
         "trained-on-packed": "merging/test_merge_packed.py::test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",

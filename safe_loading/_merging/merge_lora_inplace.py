@@ -139,10 +139,13 @@ def _tuner_of(model: torch.nn.Module) -> BaseTuner:
     tuner = tuner_of(model)
     if tuner is None:
         kinds = [method_name(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
-        inside = getattr(model, "module", None)  # as DataParallel and DistributedDataParallel call it
+        # of DataParallel, a LightningModule, a SentenceTransformer: the first, so the outermost
+        modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+        inside = next((name for name, each in modules if name and tuner_of(each) is not None), None)
         fix = "Pass a peft.PeftModel with LoRA adapters, as load_peft_on_rank returns."
-        if isinstance(inside, torch.nn.Module) and tuner_of(inside) is not None:
-            fix = "Pass the model in it: `model.module`."
+        if inside is not None:
+            dotted = all(map(str.isidentifier, inside.split(".")))
+            fix = f"Pass the model in it: `model.{inside if dotted else f'get_submodule({inside!r})'}`."
         raise ArgumentError(
             f"{type(model).__name__} has no adapter that can be merged"
             + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")

@@ -141,6 +141,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "check that it is the right file": _MENDED,
     },
     "_checkpoint/trained_beside.py": {
+        "load this folder with SentenceTransformer": OUTSIDE,
         "put their values into the base": "loading/test_other_writers.py::"
         "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
     },

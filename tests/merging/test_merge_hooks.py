@@ -97,3 +97,16 @@ def test_a_model_in_a_wrapper_of_torch_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"DataParallel has no adapter.*Pass the model in it: `model.module`"):
         merge_lora_inplace(wrapped)
     assert merge_lora_inplace(wrapped.module).merge_report.weights
+
+
+def test_a_model_deeper_in_a_users_module_is_named() -> None:
+    """As in a LightningModule, and in a SentenceTransformer, whose modules have numbers."""
+    model = peft_llama()
+    outer = nn.Module()
+    outer.net = nn.ModuleDict({"policy": model})
+    with pytest.raises(ArgumentError, match=r"Pass the model in it: `model.net.policy`"):
+        merge_lora_inplace(outer)
+    listed = nn.Sequential(nn.Sequential(model))
+    with pytest.raises(ArgumentError, match=r"Pass the model in it: `model.get_submodule\('0.0'\)`"):
+        merge_lora_inplace(listed)
+    assert merge_lora_inplace(listed.get_submodule("0.0")).merge_report.weights

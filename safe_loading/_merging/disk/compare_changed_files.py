@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import GENERATION_CONFIG
+from safe_loading._checkpoint.trained_beside import MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -35,6 +36,7 @@ def changed_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Findi
         *_generation(expected, folder),
         *_templates(expected, folder),
         *_processors(expected, folder),
+        *_modules(expected, folder),
         *special_words(expected, own),
     ]
     yield from word_findings(expected, own, folder)
@@ -74,6 +76,18 @@ def _templates(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
     own = _template_of({name: content_here(folder / name) for name in (_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER)})
     if right is not None and own is not None and right != own:
         yield "the chat template is another one"
+
+
+def _modules(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
+    """Yield the modules of sentence-transformers where their weights or their list are others."""
+    for name in of_modules(expected, folders_named_in(expected.get(MODULES, b""))):
+        own = content_here(folder / name)
+        if own is None or own == expected[name]:
+            continue
+        if name.endswith((".safetensors", ".bin")):
+            yield f"{name}: the weights are others"
+        elif name == MODULES and folders_named_in(own) != folders_named_in(expected[name]):
+            yield f"{name}: the modules are others"
 
 
 def _template_of(contents: Mapping[str, bytes | None]) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import transformers
 
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from safe_loading._checkpoint.trained_beside import MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -119,6 +120,8 @@ def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding
         "processor": ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
         "code": sorted(name for name in expected if name.endswith(".py")),
     }
+    if MODULES in expected:
+        kinds["modules"] = of_modules(expected, folders_named_in(expected[MODULES]))
     template = "chat_template.jinja"
     lost = [name for names in kinds.values() for name in names if name in expected and not (folder / name).exists()]
     tokenizer = [name for name in expected if is_tokenizer(name)]

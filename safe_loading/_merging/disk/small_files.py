@@ -14,6 +14,7 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.strict_json import try_parse_file
+from safe_loading._checkpoint.trained_beside import MODULES, in_modules, module_folders, modules_in
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, CheckpointError
@@ -42,6 +43,8 @@ def small_files(
     chosen, findings = _choose_tokenizer(sources, changes, tokenizer)
     chosen, of_processor = _choose_processor(sources, chosen, tokenizer)
     findings += of_processor
+    chosen, of_modules = _choose_modules(sources, chosen)
+    findings += of_modules
     files = {name: _checked_content(base.opened, path) for name, path in chosen.items()}
     _refuse_template_paths(chosen, files)
     if CONFIG in files and changes.config:
@@ -137,6 +140,23 @@ def _choose_processor(
         elif differ:
             files = {**files, **{name: own[name] for name in differ}}
             findings.append(_taken(each.facts, differ, "they differ from the base's, and were saved with the adapter"))
+    return files, findings
+
+
+def _choose_modules(sources: MergeSources, files: dict[str, Path]) -> tuple[dict[str, Path], list[Finding]]:
+    """Put the modules that sentence-transformers saved with an adapter in the place of the base's: they ran with it."""
+    findings = []
+    for each in sources.adapters.values():
+        folder = each.facts.path
+        own = modules_in(folder)
+        differ = [name for name, path in own.items() if name not in files or _differs(files[name], path)]
+        if not differ:
+            continue
+        before = module_folders(files[MODULES]) if MODULES in files else frozenset()
+        files = {**{name: path for name, path in files.items() if not in_modules(name, before)}, **own}
+        message = f"{', '.join(differ)} are the adapter's: sentence-transformers saved them with it."
+        fix = "none; these are the trained ones."
+        findings.append(Finding("modules-of-adapter", "info", str(folder), message, fix))
     return files, findings
 
 

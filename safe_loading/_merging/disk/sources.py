@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._checkpoint.sha256sums import SUMS
 from safe_loading._checkpoint.signing_manifest import MANIFEST
-from safe_loading._checkpoint.trained_beside import trained_beside
+from safe_loading._checkpoint.trained_beside import MODULES, in_modules, module_folders, module_names, trained_beside
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
@@ -54,8 +52,6 @@ _PROCESSORS = frozenset(
     }
 )
 _TEMPLATE_FOLDER = "additional_chat_templates"
-_MODULES = "modules.json"  # of sentence-transformers: the folders of what runs behind the model
-_MOST_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +73,7 @@ class MergeSources:
     @property
     def findings(self) -> list[Finding]:
         """The findings of adapters with weights beside theirs, or trained on a packed base, where this one is not."""
-        beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path)]
+        beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path, carried=True)]
         configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
         of_base = packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
         return [*beside, *of_base]
@@ -137,7 +133,7 @@ def open_sources(
 
     def with_all_that_belongs(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         weights = choose(names, fetch)
-        folders = _module_folders(fetch(_MODULES)) if _MODULES in names else frozenset()
+        folders = module_folders(fetch(MODULES)) if MODULES in names else frozenset()
         return [*weights, *sorted(name for name in names if name not in weights and _belongs(name, folders))]
 
     resolved = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=with_all_that_belongs)
@@ -201,8 +197,8 @@ def is_template(name: str) -> bool:
 def _belongs(name: str, modules: Collection[str] = ()) -> bool:
     """Return whether a file of the base that is not a weight file belongs to the output; ``modules`` are folders."""
     folder, _, file = name.rpartition("/")
-    if name.partition("/")[0] in modules and folder:
-        return not file.startswith(".")  # a dense layer has weights of its own there
+    if in_modules(name, modules):
+        return True  # a dense layer has weights of its own there
     if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
         return False
     return not file.endswith((*_WEIGHTS, "_results.json", ".index.json")) and not file.startswith(
@@ -210,29 +206,16 @@ def _belongs(name: str, modules: Collection[str] = ()) -> bool:
     )
 
 
-def _module_folders(path: Path) -> frozenset[str]:
-    """Return the folders that a ``modules.json`` of sentence-transformers names; of a damaged one, none."""
-    try:
-        with open_regular(path) as file:
-            entries = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return frozenset()
-    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    # A name in the folder itself: no path that leads out of it, and not the folder, where the model is.
-    return frozenset(
-        each for each in paths if isinstance(each, str) and each and not {"/", "\\"} & {*each} and each[0] != "."
-    )
-
-
 def _with_tokenizer(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    return [*adapter_files(names, fetch), *sorted(name for name in names if is_tokenizer(name) or is_processor(name))]
+    beside = sorted(name for name in names if is_tokenizer(name) or is_processor(name))
+    return [*adapter_files(names, fetch), *beside, *module_names(names, fetch)]
 
 
 def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the files beside the weights that belong to the output, and the names of those that do not."""
     carried, left_out = {}, []
-    modules = checkpoint.folder / _MODULES
-    folders = _module_folders(modules) if modules.is_file() else frozenset()
+    modules = checkpoint.folder / MODULES
+    folders = module_folders(modules) if modules.is_file() else frozenset()
     for path in sorted(checkpoint.folder.rglob("*")):
         name = path.relative_to(checkpoint.folder).as_posix()
         # Hidden folders (.git, .cache/huggingface) are no part of the model.
