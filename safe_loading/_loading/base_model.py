@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -17,7 +16,7 @@ from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout
 from safe_loading._model.meta_model import build_on_meta
-from safe_loading._model.model_config import ignored_sizes, lift_quantization, read_config
+from safe_loading._model.model_config import config_reader, ignored_sizes, lift_quantization, read_config
 from safe_loading._model.quantized.on_disk import without_passed_over
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import CheckpointError
@@ -46,7 +45,7 @@ def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | 
     return config
 
 
-def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedConfig, dict[str, object]]:
+def changed_config(folder: ModelFolder, base_kwargs: EngineKwargs) -> tuple[PreTrainedConfig, dict[str, object]]:
     """Return the base's config with the fields that are among the arguments of its load, and the other arguments.
 
     ``attn_implementation`` and ``experts_implementation`` take the place of what config.json says in any form; in a
@@ -54,8 +53,8 @@ def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedC
     """
     options = {"trust_remote_code": False, **base_kwargs}
     quantization = options.pop("quantization_config", None)  # of the load: transformers merges it with the config's
-    read: Any = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-    config, rest = read
+    reader = config_reader(folder.config or {})
+    config, rest = reader.from_pretrained(folder.path, return_unused_kwargs=True, **options)
     lift_quantization(config)
     for name in IMPLEMENTATIONS & base_kwargs.keys():
         setattr(config, f"_{name}", base_kwargs[name])
@@ -71,7 +70,7 @@ def base_on_meta(
     try:
         with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
-            config, unused = changed_config(folder.path, options)
+            config, unused = changed_config(folder, options)
             without_passed_over(config, folder)
     except Exception:  # remote code may do anything
         return None

@@ -26,7 +26,7 @@ from safe_loading._model.quantized.on_disk import quantization_on_disk
 from safe_loading.errors import EngineError
 
 from .adapter_findings import adapter_findings
-from .folder_findings import code_findings, model_findings
+from .folder_findings import code_findings, model_findings, type_findings
 
 Kind = Literal["model", "adapter", "file"]
 _HEADERS = "headers alone"
@@ -215,6 +215,8 @@ def _check_folder(
     if not headers_alone and not errors_of(findings):
         checked_on, refused = _as_a_load(opened, kind, base_model)
         findings += refused
+    if kind == "model" and "config.json" in names and not checked_on.endswith(" on meta"):
+        findings += type_findings(opened)
     if values and headers:
         findings += _value_findings(folder, headers)
     return _report(folder, kind, headers, findings, checked_on)

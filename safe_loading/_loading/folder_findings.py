@@ -25,6 +25,16 @@ def model_findings(folder: ModelFolder, names: Sequence[str], tensors: Mapping[s
     return [*of_config, *_wrapper_prefix(folder.path, tensors), *_two_names(folder.path, tensors)]
 
 
+def type_findings(folder: ModelFolder) -> list[Finding]:
+    """Return a finding on a config without a model type, of which no class was found that reads it all the same."""
+    path, config = folder.path / CONFIG, folder.files.try_read(folder.path / CONFIG)
+    if isinstance(config, Finding) or isinstance(config.get("model_type"), str) or "_diffusers_version" in config:
+        return []
+    message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
+    fix = 'set "model_type" to the architecture, such as "llama"'
+    return [note("warning", "config-model-type", path, message, fix)]
+
+
 def base_findings(folder: ModelFolder, checkpoint: Checkpoint) -> list[Finding]:
     """Return the findings of ``check_checkpoint`` on a folder that are no errors, for the reports of a load."""
     names = names_in(folder.path)
@@ -77,10 +87,6 @@ def _model_config(folder: ModelFolder, names: Sequence[str], tensors: Mapping[st
     findings += quantization_findings(path, config, {name.rpartition(".")[0] for name in tensors})
     if found := unread_codes(folder):
         findings = [each for each in findings if each.code != "quantization-unknown"] + [found]
-    if not isinstance(config.get("model_type"), str) and "_diffusers_version" not in config:
-        message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
-        fix = 'set "model_type" to the architecture, such as "llama"'
-        findings.append(note("warning", "config-model-type", path, message, fix))
     generation = folder.path / GENERATION_CONFIG
     if generation.name in names and isinstance(damaged := folder.files.try_read(generation), Finding):
         findings.append(damaged)

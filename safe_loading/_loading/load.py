@@ -202,13 +202,13 @@ def load(
 
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
     start = time.perf_counter()
-    source, folder = base.resolved.source, base.resolved.folder
+    source = base.resolved.source
     config, kwargs = base.config, options.base_kwargs
     if base.replaces_weights:
         kwargs = {"ignore_mismatched_sizes": True, **kwargs}
     model, info, method = load_base(
         base.auto_class,
-        folder,
+        base.opened,
         options.devices,
         options.dtype,
         kwargs,

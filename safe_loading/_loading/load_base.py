@@ -43,7 +43,7 @@ LoadingInfo = Mapping[str, Iterable[object]]
 
 def load_base(
     auto_class: ModelClass,
-    folder: Path,
+    opened: ModelFolder,
     devices: RankDevices,
     dtype: torch.dtype | str,
     base_kwargs: EngineKwargs,
@@ -57,11 +57,12 @@ def load_base(
     ``skips`` are the modules that the folder holds plain, where its ``quantization_config`` names others; ``planned``
     are the weights that transformers need not read. Returns how the weights were read, too.
     """
+    folder = opened.path
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     rest = dict(base_kwargs)
     if (folder / CONFIG).exists() and (skips is not None or not IMPLEMENTATIONS.isdisjoint(base_kwargs)):
-        changed, rest = changed_config(folder, base_kwargs)
+        changed, rest = changed_config(opened, base_kwargs)
         if skips is not None:
             changed.quantization_config["llm_int8_skip_modules"] = list(skips)
         arguments["config"] = changed

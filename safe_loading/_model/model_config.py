@@ -6,9 +6,10 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
@@ -39,7 +40,8 @@ def read_config(
     refuse_bad_config(path, document, trusted=trust_remote_code, asked=asked)
     try:
         # With trust_remote_code said either way: left open, transformers would ask on the terminal, and wait.
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        reader = config_reader(document)
+        config: PreTrainedConfig = reader.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the class of a config, or code of the repository, may raise anything
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ArgumentError(
@@ -65,6 +67,20 @@ def lift_quantization(config: PreTrainedConfig) -> None:
     found = vars(text).pop("quantization_config", None) if isinstance(text, PreTrainedConfig) else None
     if found and not getattr(config, "quantization_config", None):
         config.quantization_config = found
+
+
+def config_reader(document: JsonObject) -> Any:
+    """Return the class whose ``from_pretrained`` reads a config: AutoConfig, or that of the class that it names.
+
+    A part of a model that was saved alone (Bark's) has a type, or none, that only its own class knows.
+    """
+    kind, names = document.get("model_type") or "", document.get("architectures")
+    if kind in CONFIG_MAPPING or "auto_map" in document or not isinstance(names, list):
+        return AutoConfig
+    named = (getattr(transformers, name, None) for name in names if isinstance(name, str))
+    models = (found for found in named if isinstance(found, type) and issubclass(found, PreTrainedModel))
+    own = (reader for model in models if (reader := model.config_class) is not None and reader.model_type == kind)
+    return next(own, AutoConfig)
 
 
 def read_generation_config(folder: Path, document: JsonObject | None = None) -> GenerationConfig | None:

@@ -8,7 +8,7 @@ import torch
 from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
@@ -99,13 +99,42 @@ def merged_adapters(model: torch.nn.Module) -> list[str]:
 
 
 def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModule]]:
-    """Return the tuner layers of a model with their paths, without those that lie inside another one."""
+    """Return the tuner layers of a model with their paths, without those that lie inside another one.
+
+    A layer in a module of which another one wraps a parameter is not inside that one: they change different weights.
+    """
     layers: list[tuple[str, TunerModule]] = []
+    around: list[tuple[str, str]] = []  # of each layer around a module: its path, and that of what is not inside it
     for path, module in model.named_modules():
+        if not is_tuner_layer(module):
+            continue
         # named_modules() walks depth first, so what lies inside a layer directly follows it.
-        if is_tuner_layer(module) and not any(path.startswith(f"{outer}.") for outer, _ in layers[-1:]):
+        while around and not path.startswith(around[-1][0]):
+            around.pop()
+        if not around or (around[-1][1] and path.startswith(around[-1][1])):
             layers.append((path, module))
+            wrapped = _wrapped_module(module)
+            levels = 0 if wrapped is None else wrapped[1]
+            around.append((f"{path}.", f"{path}{'.base_layer' * levels}." if levels else ""))
     return layers
+
+
+def modules_inside_layers(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the modules inside the outermost tuner layers, and of the modules that these wrap."""
+    inside: set[int] = set()
+    for _, layer in outermost_tuner_layers(model):
+        wrapped = _wrapped_module(layer)
+        held = set() if wrapped is None else {id(module) for module in wrapped[0].modules()} - {id(wrapped[0])}
+        inside |= {id(module) for module in layer.modules()} - held
+    return inside
+
+
+def _wrapped_module(layer: torch.nn.Module) -> tuple[torch.nn.Module, int] | None:
+    """Return the module of which a layer wraps a parameter, and how many layers wrap one of it; None for others."""
+    module, levels = layer, 0
+    while isinstance(module, ParamWrapper):
+        module, levels = module.base_layer, levels + 1
+    return (module, levels) if levels and not is_tuner_layer(module) else None
 
 
 def wrap_tokens_once(model: torch.nn.Module) -> None:

@@ -966,3 +966,36 @@ def test_an_active_adapter_that_is_not_merged_is_told(mended: bool) -> None:
         assert torch.allclose(model(TOKENS), before, atol=1e-3) is mended
         model.unmerge_adapter()
         assert torch.allclose(model(TOKENS), before, atol=1e-5)
+
+
+class Mixer(nn.Module):
+    """A layer with weights of its own beside the layers in it, as Funnel's attention has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(2, 6, 8))
+        self.rows = nn.Parameter(torch.randn(8, 8))
+        self.query, self.key = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.rows
+        return self.query(x) + self.key(x) + (x @ self.kernel.transpose(1, 2)).sum(0)
+
+
+@needs("peft", "0.20")
+@pytest.mark.parametrize("parameters", [["mixer.kernel"], ["mixer.kernel", "mixer.rows"]])
+@pytest.mark.parametrize("unload", [True, False])
+def test_layers_inside_a_module_whose_parameters_are_adapted(parameters: list[str], unload: bool) -> None:
+    torch.manual_seed(0)
+    base = nn.ModuleDict({"mixer": Mixer(), "last": nn.Linear(6, 3)})
+    base.forward = lambda x: base["last"](base["mixer"](x))  # type: ignore[method-assign]
+    config = {"target_modules": ["query", "key", "last"], "target_parameters": parameters}
+    model = peft_model(base, LoraConfig(r=2, lora_alpha=3, **config))
+    with torch.no_grad():
+        before = model(x := torch.randn(5, 8))
+        merged = check_merged(model, ["default"]) if unload else merge_lora_inplace(model, unload=False)
+        assert torch.allclose(merged(x), before, atol=1e-4)
+    names = {"mixer.query.weight", "mixer.key.weight", "last.weight", *parameters}
+    assert {weight.name for weight in merged.merge_report.weights} == names
+    if unload:
+        assert names <= dict(merged.named_parameters()).keys()

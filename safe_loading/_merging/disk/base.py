@@ -88,7 +88,7 @@ class MergeBase:
         if self.kwargs.keys() <= _NOT_OF_THE_CONFIG:
             return self.model_config, {}
         with quiet():
-            return changed_config(self.folder, self.kwargs)
+            return changed_config(self.opened, self.kwargs)
 
     def refuse_unknown_arguments(self, model_class: Any) -> None:
         """Refuse ``kwargs`` that neither the config nor this class takes."""

@@ -14,7 +14,7 @@ from safe_loading._model.peft_layers import (
     TunerModule,
     is_lora_layer,
     is_tuner_layer,
-    outermost_tuner_layers,
+    modules_inside_layers,
 )
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_decoded_gguf, is_quantized
@@ -98,7 +98,7 @@ def _quantized_layers(
 ) -> Iterator[tuple[str, torch.nn.Module, Sequence[str]]]:
     """Yield path, layer and adapters of every quantized layer."""
     # Base layers inside tuner layers come with their jobs: they are replaced together with the tuner layer.
-    inside = {id(module) for _, layer in outermost_tuner_layers(model) for module in layer.modules()}
+    inside = modules_inside_layers(model)
     for job in jobs:
         if job.method == "dequantized":
             yield job.path, job.layer, job.names

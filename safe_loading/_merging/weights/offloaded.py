@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from safe_loading._core.interrupts import finish, undone_on_error
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.peft_layers import outermost_tuner_layers
+from safe_loading._model.peft_layers import modules_inside_layers
 from safe_loading.errors import MergeError
 
 _MERGED_COPY = "merged_copy"  # marks an entry of an offload index whose file was written here
@@ -137,8 +137,7 @@ class OffloadedWeights:
         return [Finding("offloaded-to-new-files", "info", ", ".join(folders), why, fix, self._written_bytes)]
 
     def _bring_in(self) -> None:
-        layers = outermost_tuner_layers(self._model)
-        inside = {id(module) for _, layer in layers for module in layer.modules()}
+        inside = modules_inside_layers(self._model)
         for path, module in self._model.named_modules():
             for hook in _offloading_hooks(module):
                 # A list, as the loop changes what named_module_tensors walks through.
