@@ -57,15 +57,23 @@ def choose_class(
             f"transformers.AutoModelForCausalLM."
         )
     (first, why), *_ = named.values()
-    if len(named) == 1 or adapter.facts.config.get("task_type") in _NEW_HEADS:
+    if len(named) == 1:
         return ChosenClass(first)
-    models = {name: build(auto_class) for name, (auto_class, _) in named.items()}
-    fits = {name: _Fit(0, 0) if model is None else _fit(adapter, model) for name, model in models.items()}
-    best = max(fits, key=fits.__getitem__)  # the first of several
+    given = next(iter(named))
+    models = {given: build(first)}
+    fits = {given: _fit(adapter, models[given])}
+    new_head = adapter.facts.config.get("task_type") in _NEW_HEADS
+    if new_head and (models[given] is None or fits[given].tensors == len(adapter.tensors)):
+        return ChosenClass(first, (), models[given])
+    for name in named.keys() - {given}:
+        models[name] = build(named[name][0])
+        fits[name] = _fit(adapter, models[name])
+        if new_head and fits[name].tensors < len(adapter.tensors):  # not the class of another head by its body alone
+            fits[name] = _Fit(0, 0)
+    best = max(named, key=fits.__getitem__)  # the first of several
     auto_class, reason = named[best]
     if auto_class is first:
         return ChosenClass(first, (), models[best])
-    given = next(iter(named))
     message = (
         f"the base is loaded as {best}, the class of {reason}: it has the modules of {fits[best].tensors} of the "
         f"adapter's {len(adapter.tensors)} tensors, {fits[best].as_named} by their own names, and {given}, the class "
@@ -85,7 +93,7 @@ def fitting_class(
     """Return the advice to leave ``auto_class`` out, where a class that is chosen without it fits all tensors."""
     chosen = choose_class(adapter, config, base_kwargs, build).auto_class
     name, model = _built(chosen, config), build(chosen)
-    if name == _built(given, config) or model is None or _fit(adapter, model).tensors < len(adapter.tensors):
+    if name == _built(given, config) or _fit(adapter, model).tensors < len(adapter.tensors):
         return []
     return [f"auto_class={given.__name__}: leave it out, or pass {name}, which has the modules of all its tensors"]
 
@@ -97,7 +105,9 @@ class _Fit(NamedTuple):
     as_named: int  # of those, the ones whose modules have the names of the file, and not newer ones
 
 
-def _fit(adapter: Adapter, model: torch.nn.Module) -> _Fit:
+def _fit(adapter: Adapter, model: torch.nn.Module | None) -> _Fit:
+    if model is None:
+        return _Fit(0, 0)
     try:
         file = adapter.renamed(model)
     except AdapterError:  # two keys that would mean one tensor

@@ -10,9 +10,16 @@ import pytest
 import torch
 from models import save_adapter
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BrosConfig, BrosSpadeELForTokenClassification
 
-from safe_loading import AdapterError, MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading import (
+    AdapterError,
+    MergeError,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+    verify_merge,
+)
 
 LABELS = 3
 
@@ -63,3 +70,23 @@ def test_a_head_of_another_size_that_no_adapter_replaces_is_refused(tmp_path: Pa
     auto: Any = AutoModelForSequenceClassification
     with pytest.raises(ValueError, match=r"score\.weight"):
         load_peft_on_rank(plain, tmp_path / "base", auto_class=auto, base_kwargs={"num_labels": LABELS})
+
+
+def test_a_head_that_the_auto_class_of_the_task_does_not_make_is_that_of_the_base(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    torch.manual_seed(0)
+    config = BrosConfig(**sizes, num_attention_heads=4, max_position_embeddings=32, dim_bbox_sinusoid_emb_2d=8)
+    BrosSpadeELForTokenClassification(config).save_pretrained(base := tmp_path / "base")
+    kind: Any = BrosSpadeELForTokenClassification
+    options = {"target_modules": ["query", "key"], "task_type": "TOKEN_CLS"}  # the head has a key as the layers have
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=kind, **options)
+    model = load_peft_on_rank(adapter, base)
+    assert type(model.get_base_model()) is kind
+    assert [finding.code for finding in model.load_report.findings] == ["base-class-chosen"]
+    expected = PeftModel.from_pretrained(kind.from_pretrained(base), str(adapter)).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    assert verify_merge(base, adapter, tmp_path / "merged").ok
+    merged, on_disk = merge_lora_inplace(model).state_dict(), kind.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(value, on_disk[key]) for key, value in merged.items())
