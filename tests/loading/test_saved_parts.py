@@ -26,9 +26,17 @@ from safe_loading import (
 SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 2, "hidden_size": 32, "block_size": 32}
 WORDS = {"input_vocab_size": 61, "output_vocab_size": 61}
 CODE2WAV: dict[str, Any] = {
-    **{"codebook_size": 16, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-    **{"intermediate_size": 48, "num_hidden_layers": 2, "num_quantizers": 2, "decoder_dim": 32},
-    **{"upsample_rates": (2, 2), "upsampling_ratios": (2, 2)},
+    "codebook_size": 16,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_quantizers": 2,
+    "decoder_dim": 32,
+    "upsample_rates": (2, 2),
+    "upsampling_ratios": (2, 2),
 }
 # The second has no model type at all.
 PARTS: dict[str, dict[str, Any]] = {"BarkSemanticModel": {**SIZES, **WORDS}, "Qwen3OmniMoeCode2Wav": CODE2WAV}
@@ -59,7 +67,8 @@ def test_a_saved_part_is_loaded_merged_planned_and_checked(tmp_path: Path, name:
     assert sum(use.used for use in plan.devices) == sum(each.numel() * each.itemsize for each in held)
 
     theirs = PeftModel.from_pretrained(plain, adapter).state_dict()
-    for options in ({}, {"auto_class": kind}, {"base_kwargs": {"attn_implementation": "eager"}}):
+    roads: list[dict[str, Any]] = [{}, {"auto_class": kind}, {"base_kwargs": {"attn_implementation": "eager"}}]
+    for options in roads:
         ours = load_peft_on_rank(base, adapter, **options)
         assert type(ours.get_base_model()) is kind
         assert ours.state_dict().keys() == theirs.keys()
