@@ -254,6 +254,9 @@ def test_each_finding_of_a_quantization_ends_by_its_fix() -> None:
     assert "capability" not in codes(LLAMA, FP8, card=TargetCard((9, 0)))["kernels-needed"]
     assert "take a checkpoint in fp8" in codes(MOE, FOUR_BITS)["experts-not-quantized"]
     assert "experts-not-quantized" not in codes(MOE, FP8)
+    taken_apart = codes(MOE, {"quant_method": "auto-round", "bits": 4, "group_size": 128})["experts-not-quantized"]
+    assert "auto-round makes linear layers of the experts" in taken_apart
+    assert "so this is an upper bound" in taken_apart
     loading = codes(LLAMA, INT8)
     assert "or load a checkpoint that is quantized already" in loading["load-not-counted"]
     assert "load-not-counted" not in codes(LlamaConfig(**{**QUANTIZABLE, "quantization_config": INT8}), None)

@@ -16,7 +16,7 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError
 
 from .awq import awq_layer
-from .card_findings import kernel_finding
+from .card_findings import experts_not_quantized, kernel_finding
 from .convertible import LayerRule, block_prefixes, rules_by_module, skipped_modules, whole_option
 from .format import AMPERE, Format, QuantizationRequest, TargetCard
 from .gptq import gptq_layer, linears_in_blocks
@@ -39,7 +39,8 @@ def pack_auto_round(model: nn.Module, request: QuantizationRequest, card: Target
             layer: Any = model.get_submodule(path)
             model.set_submodule(path, (awq_layer if in_awq else gptq_layer)(layer, rule, card))
     slower = "its GEMM kernel" if in_awq else "its torch kernel"
-    return [kernel_finding("gptqmodel's Marlin kernel" if card.has(AMPERE) else slower)]
+    kernel = kernel_finding("gptqmodel's Marlin kernel" if card.has(AMPERE) else slower)
+    return [kernel, *experts_not_quantized(model, "auto-round", taken_apart=True)]  # from auto-round 0.10 on
 
 
 def _changes_by_layer(model: nn.Module, request: QuantizationRequest) -> Mapping[str, Mapping[str, Any]]:
@@ -96,4 +97,4 @@ def _refuse_other_codes(path: str, options: Mapping[str, Any]) -> None:
         )
 
 
-AUTO_ROUND = Format("auto-round", pack_auto_round, computes_in=torch.float16, linear_only=True, shrinks=True)
+AUTO_ROUND = Format("auto-round", pack_auto_round, computes_in=torch.float16, shrinks=True)
