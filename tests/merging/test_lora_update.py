@@ -311,6 +311,23 @@ def test_memory_that_runs_out_in_one_thread_leaves_the_bands_of_the_others(
     assert torch.equal(weight, expected)
 
 
+def test_memory_that_runs_out_before_a_band_is_begun_is_not_taken_for_a_weight_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    merge = RowMerger.merge
+
+    def without_memory(self: RowMerger, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
+        if start == 16:
+            raise MemoryError("no more memory")
+        merge(self, rows, start, into)
+
+    monkeypatch.setattr(update_module, "_BAND_ELEMENTS", 64)
+    monkeypatch.setattr(RowMerger, "merge", without_memory)
+    torch.set_num_threads(3)
+    with merge_threads() as threads, pytest.raises(PartlyMergedError, match=r"32 rows are merged, .*no more memory"):
+        merge_matrix(UPDATES["one"](48, 16), seeded(48, 16), threads=threads)
+
+
 def test_an_error_that_is_not_of_memory_comes_out_once_all_threads_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     merge, ended = RowMerger.merge, list[int]()
 

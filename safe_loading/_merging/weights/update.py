@@ -49,7 +49,7 @@ class PartlyMergedError(Exception):
 
     def __init__(self, rows: int, cause: BaseException) -> None:
         super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
-        self.rows, self.cause = rows, cause
+        self.rows = rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -333,18 +333,17 @@ class MergeThreads:
             self._pool.submit(_in_mode, inference, one.merge, part, start)
             for one, (start, part) in zip(mergers, parts, strict=False)
         ]
-        errors = [call.exception() for call in calls]  # once all have ended
-        for error in errors:
-            if error is not None and not isinstance(error, PartlyMergedError):
+        merged, failed = 0, list[BaseException]()
+        for (start, part), call in zip(parts, calls, strict=True):
+            error = call.exception()
+            failed += [] if error is None else [error]
+            merged += len(part) if error is None else 0
+            merged += error.rows - start if isinstance(error, PartlyMergedError) else 0
+        for error in failed:  # of which none is taken for one that came before the first row was written
+            if not isinstance(error, (PartlyMergedError, MemoryError, RuntimeError)):
                 raise error
-        partly = [error for error in errors if isinstance(error, PartlyMergedError)]
-        if partly:
-            ends = zip(parts, errors, strict=True)
-            merged = sum(
-                error.rows - start if isinstance(error, PartlyMergedError) else len(part)
-                for (start, part), error in ends
-            )
-            raise PartlyMergedError(merged, partly[0].cause) from partly[0]
+        if failed:
+            raise PartlyMergedError(merged, failed[0].__cause__ or failed[0]) from failed[0]
 
 
 def _in_mode(inference: bool, work: Callable[..., None], *args: object) -> None:
