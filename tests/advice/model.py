@@ -38,6 +38,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_model/layout/packed_modules.py": {
         "write the names that the modules have": "loading/test_packed_modules.py::"
         "test_skips_under_older_names_are_those_of_the_headers",
+        "Load the base that it was made from": "loading/test_packed_modules.py::"
+        "test_experts_in_codes_of_their_own_layers_are_refused_where_a_model_holds_them_together",
     },
     "_model/layout/reading.py": {
         "leave these ties out": "sharding/test_wrap_fsdp_advice.py::"

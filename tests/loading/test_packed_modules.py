@@ -125,3 +125,36 @@ def test_experts_that_are_packed_one_by_one_are_refused_and_made_plain(tmp_path:
     with torch.no_grad():
         assert (load(tmp_path / "out")(TOKENS).logits - model(TOKENS).logits).abs().max() < 1
     assert planned(tmp_path / "out")[0] >= check_checkpoint(tmp_path / "out").bytes
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_in_codes_of_their_own_layers_are_refused_where_a_model_holds_them_together(
+    tmp_path: Path, method: str
+) -> None:
+    """transformers replaces linear layers, passes over these names, and leaves the experts at random."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    config: Any = Qwen3MoeConfig(**sizes, **experts, decoder_sparse_step=1, mlp_only_layers=[])
+    Qwen3MoeForCausalLM(config).to(torch.float16).save_pretrained(tmp_path / "plain")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "plain", target_modules=["q_proj"])
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in [each for each in tensors if ".experts." in each or "_proj.weight" in each]:
+        rows, columns = tensors.pop(name).shape
+        path = name.removesuffix(".weight")
+        tensors[f"{path}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        tensors[f"{path}.scales"] = torch.zeros(1, rows, dtype=torch.float16)
+    settings = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "codes").mkdir()
+    save_file(tensors, tmp_path / "codes" / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "codes" / "config.json").write_text(json.dumps({**document, "quantization_config": settings}))
+    refused = rf"codes of {method} \(model\.layers\.0\.mlp\.experts\..* at random: 12 tensors. Load the base"
+    [found] = check_checkpoint(tmp_path / "codes").findings
+    assert re.search(refused, found.message)
+    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "codes"), lambda: planned(tmp_path / "codes")):
+        with pytest.raises(CheckpointError, match=refused):
+            call()
+    road = {"quantization_config": packing("nf4")}
+    assert load_peft_on_rank(adapter, tmp_path / "plain", base_kwargs=road).load_report.ok
+    made: Any = Qwen3MoeConfig.from_pretrained(tmp_path / "codes")
+    assert "experts-not-quantized" in [each.code for each in plan_device_map(made, {"cpu": "1GB"}).findings]

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from safe_loading._checkpoint.faults import listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._core.names import ancestors
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.formats.registry import FORMATS
 from safe_loading._model.quantized.request import read_request
@@ -42,7 +43,11 @@ def modules_by_headers(
     """
     request = read_request(settings)
     known = None if request is None else FORMATS.get(request.method)
-    if request is None or known is None or known.packed_names is None:
+    if request is None or known is None:
+        return None
+    if known.packed_names is None:
+        if known.linear_only:
+            _refuse_single_experts(model, checkpoint, request.method, layout)
         return None
     codes = known.codes_on_disk(checkpoint.tensors)
     if not codes:
@@ -81,4 +86,21 @@ def _refuse_parts(
             f"one tensor, {held[0]}, which transformers cannot put together from codes: "
             f"{counted(len(parts), 'tensor')}. merge_lora_checkpoint(..., dequantize=True) reads them and writes a "
             f"plain base; or load the base that it was made from, with quantization_config."
+        )
+
+
+def _refuse_single_experts(
+    model: nn.Module, checkpoint: Checkpoint, method: str, layout: CheckpointLayout | None
+) -> None:
+    """Refuse codes of experts in layers of their own, for which a model that holds them in one tensor has no place."""
+    stacked = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    unknown = (layout or read_layout(model, checkpoint.tensors)).unknown if stacked else ()
+    single = [name for name in unknown if not stacked.isdisjoint(ancestors(name))]
+    if single:
+        held = next(path for path in ancestors(single[0]) if path in stacked)
+        raise CheckpointError(
+            f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method} ({single[0]}), and "
+            f"{type(model).__name__} holds them together in {held}, which transformers would leave at random: "
+            f"{counted(len(single), 'tensor')}. Load the base that it was made from, with quantization_config; or take "
+            f"a checkpoint in fp8."
         )
