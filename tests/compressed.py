@@ -51,6 +51,20 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name, and the bytes of those whose numbers cannot be compared."""
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value.data.view(torch.uint8) if value.dtype.itemsize == 1 else value.data for name, value in found}
+
+
+def assert_same(ours: Any, plain: Any) -> None:
+    """Compare what two models hold and compute."""
+    held, expected = tensors(ours), tensors(plain)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
+    assert torch.equal(logits(ours), logits(plain))
+
+
 def save_compressed(root: Path, preset: str) -> tuple[Path, Path]:
     """Save a Llama that compressed-tensors has quantized by one of its presets, and an adapter of it."""
     plain = save_llama(root / "plain", torch.bfloat16, hidden_size=128, intermediate_size=256, num_hidden_layers=2)

@@ -25,12 +25,12 @@ _NAMES = frozenset(
 MODULES = "modules.json"  # of sentence-transformers: the folders of what runs behind the model
 _CONFIGS = ("config_sentence_transformers.json", "sentence_bert_config.json")
 _MOST_BYTES = 1 << 20
-_WEIGHTS = (".safetensors", ".bin")
+MODULE_WEIGHTS = (".safetensors", ".bin")
 
 
 def trained_beside(folder: Path, *, carried: bool = False) -> list[Finding]:
     """Return the findings of weights beside those of an adapter; ``carried`` says that modules come along with it."""
-    modules = [] if carried else sorted(name for name in modules_in(folder) if name.endswith(_WEIGHTS))
+    modules = [] if carried else sorted(name for name in modules_in(folder) if name.endswith(MODULE_WEIGHTS))
     findings = [_of_modules(folder, modules)] if modules else []
     found = sorted(name for name in _NAMES if (folder / name).is_file())
     if not found:

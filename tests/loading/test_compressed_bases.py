@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed import PACKED, WHOLE, decoded, load, logits, save_compressed
+from compressed import PACKED, WHOLE, assert_same, decoded, load, logits, save_compressed
 from peft import PeftModel
 
 from safe_loading import AdapterError, check_checkpoint, load_adapter_on_rank, load_peft_on_rank
@@ -21,20 +21,6 @@ PRESETS = (*PACKED, *WHOLE)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return a base and an adapter by the name of the preset."""
     return {preset: save_compressed(tmp_path_factory.mktemp(preset), preset) for preset in PRESETS}
-
-
-def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by name, and the bytes of those whose numbers cannot be compared."""
-    found = [*model.named_parameters(), *model.named_buffers()]
-    return {name: value.data.view(torch.uint8) if value.dtype.itemsize == 1 else value.data for name, value in found}
-
-
-def assert_same(ours: Any, plain: Any) -> None:
-    """Compare what two models hold and compute."""
-    held, expected = tensors(ours), tensors(plain)
-    assert held.keys() == expected.keys()
-    assert all(torch.equal(held[name], value) for name, value in expected.items())
-    assert torch.equal(logits(ours), logits(plain))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

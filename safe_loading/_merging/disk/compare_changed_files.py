@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import GENERATION_CONFIG
-from safe_loading._checkpoint.trained_beside import MODULES, folders_named_in, of_modules
+from safe_loading._checkpoint.trained_beside import MODULE_WEIGHTS, MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -84,7 +84,7 @@ def _modules(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
         own = content_here(folder / name)
         if own is None or own == expected[name]:
             continue
-        if name.endswith((".safetensors", ".bin")):
+        if name.endswith(MODULE_WEIGHTS):
             yield f"{name}: the weights are others"
         elif name == MODULES and folders_named_in(own) != folders_named_in(expected[name]):
             yield f"{name}: the modules are others"

@@ -76,8 +76,10 @@ class Decoder:
 def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint:
     """Describe a checkpoint whose codes are known on disk as the plain one that it stands for."""
     dtype = _plain_dtype(config)
+    named = quantization_of(config)
+    settings = named if isinstance(named, dict) else {}
     found = {
-        name: weight for name in checkpoint.tensors if (weight := _quantized(name, checkpoint, config)) is not None
+        name: weight for name in checkpoint.tensors if (weight := _quantized(name, checkpoint, settings)) is not None
     }
     plain_name = {name: name.removesuffix(STORED[weight.kind].suffix) for name, weight in found.items()}
     quantized = {plain_name[name]: weight for name, weight in found.items()}
@@ -89,7 +91,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
     unknown = [n for n, info in weights.items() if n not in found and info.dtype not in FLOATS]
     if unknown or not quantized:
-        method = _settings(config).get("quant_method")
+        method = settings.get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are {KNOWN_ON_DISK}. "
             f"{road_into_plain(method)} Not known:",
@@ -110,16 +112,10 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     return PlainCheckpoint(described, quantized, frozenset(stale))
 
 
-def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> QuantizedTensor | None:
+def _quantized(name: str, checkpoint: Checkpoint, settings: JsonObject) -> QuantizedTensor | None:
     """Return the weight whose codes a tensor holds, by its dtype and the tensors that describe it."""
-    settings = _settings(config)
     found = (each.find(name, checkpoint, settings) for each in STORED.values())
     return next((weight for weight in found if weight is not None), None)
-
-
-def _settings(config: JsonObject) -> JsonObject:
-    found = quantization_of(config)
-    return found if isinstance(found, dict) else {}
 
 
 def road_into_plain(method: object) -> str:
