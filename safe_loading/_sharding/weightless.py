@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.engines import is_integrated
@@ -153,8 +154,8 @@ def _is_quantized(name: str | os.PathLike[str], options: Mapping[str, Any]) -> b
         where = {key: options[key] for key in (*_HUB, "revision", "subfolder") if options.get(key) is not None}
         with contextlib.suppress(OSError):  # of an adapter's folder, which transformers looks into itself
             config, _ = PreTrainedConfig.get_config_dict(name, **where)
-    held = config if isinstance(config, Mapping) else vars(config) if isinstance(config, PreTrainedConfig) else {}
-    return bool(held.get("quantization_config"))
+    held = config.to_dict() if isinstance(config, PreTrainedConfig) else config
+    return isinstance(held, Mapping) and bool(quantization_of(dict(held)))
 
 
 def _not_as_they_are(name: object) -> ArgumentError:

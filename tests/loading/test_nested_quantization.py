@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compressed import TOKENS, decoded, save_nested
+from compressed import assert_same, decoded, save_nested
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from safe_loading import (
     AdapterError,
@@ -23,6 +23,7 @@ from safe_loading import (
     plan_device_map,
     verify_merge,
 )
+from safe_loading._sharding.weightless import _is_quantized
 
 PRESETS = ("W4A16", "FP8_DYNAMIC")
 
@@ -36,15 +37,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 def load(folder: Path, **options: Any) -> Any:
     """Load a base with transformers alone."""
     return AutoModelForImageTextToText.from_pretrained(folder, **options)
-
-
-def assert_same(ours: Any, plain: Any) -> None:
-    """Compare what two models hold and compute."""
-    held, expected = ours.state_dict(), plain.state_dict()
-    assert held.keys() == expected.keys()
-    assert all(torch.equal(held[name].view(torch.uint8), value.view(torch.uint8)) for name, value in expected.items())
-    with torch.no_grad():
-        assert torch.equal(ours(input_ids=TOKENS % 100).logits, plain(input_ids=TOKENS % 100).logits)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -94,3 +86,12 @@ def test_it_is_planned_as_if_the_entry_were_the_config_s_own(folders: Any, prese
     assert [finding.code for finding in nested.findings] == [finding.code for finding in own.findings]
     with pytest.raises(ArgumentError, match="is quantized"):
         meta_model(base)
+
+
+def test_load_at_prepare_takes_it_for_quantized_in_each_form_of_its_config(folders: Any) -> None:
+    base, _ = folders["FP8_DYNAMIC"]
+    config = AutoConfig.from_pretrained(base)
+    for options in ({}, {"config": config}, {"config": config.to_dict()}):
+        assert _is_quantized(base, options)
+    del config.text_config.quantization_config
+    assert not _is_quantized(base, {"config": config})
