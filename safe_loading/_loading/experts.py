@@ -31,6 +31,7 @@ from .peft_config import of_pattern
 
 _FACTOR = re.compile(rf"{re.escape(PEFT_PREFIX)}(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
 _EXPERT = re.compile(r"(?P<owner>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+_OF_A_LIST = re.compile(r"(?P<owner>.+\.experts)\.(?P<leaf>\w+)s\.(?P<expert>\d+)")  # unsloth's, of gpt-oss in 4 bits
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -91,7 +92,7 @@ class _Fitting:
         self._config, self._tensors, self._base, self._facts = config, tensors, base, facts
         self._findings: list[Finding] = []
         self._missing: list[str] = []  # the keys that the config asks for and the file has not
-        self._owners: dict[str, str] = {}  # an owner's name on disk, its layer's number left out, by its last part
+        self._paths: dict[str, str] = {}  # one path in the file for each name of a module
         self._parameters = parameters
         self.has_routers_alone = False
         # By the numbers of its layer, its expert and the module's name.
@@ -104,14 +105,14 @@ class _Fitting:
         of_routers = {(_numbers(p.path), leaf) for p in self._parameters if p.experts is None for leaf in p.leaves}
         paths = (match["path"] for key in self._tensors if (match := _FACTOR.fullmatch(key)) is not None)
         for path in dict.fromkeys(paths):
-            match = _EXPERT.fullmatch(path)
+            match = _expert(path)
             owner, expert, leaf = (match["owner"], int(match["expert"]), match["leaf"]) if match else _router(path)
             if (_numbers(f"{owner}."), leaf) not in (of_routers if match is None else of_experts):
                 continue  # such as a dense layer with the name of an expert's
             a, b = (self._tensors.get(f"{PEFT_PREFIX}{path}.lora_{factor}.weight") for factor in "AB")
             if a is None or b is None or a.dim() != 2 or b.dim() != 2:
                 continue
-            self._owners[leaf] = _NUMBER.sub("{}", f"{owner}.")
+            self._paths[leaf] = path
             self.factors[_numbers(f"{owner}."), expert, leaf] = self._judged(path, a, b)
         if all(expert is None for _, expert, _ in self.factors):
             self.has_routers_alone = bool(self.factors)
@@ -170,14 +171,14 @@ class _Fitting:
         self, layer: tuple[str, ...], expert: int | None, leaf: str, parameter: FusedParameter
     ) -> _Factors | None:
         """Return factors that add nothing, for a module that the config leaves out; None where it is to be there."""
-        owner = self._owners.get(leaf) or next(self._owners[one] for one in parameter.leaves if one in self._owners)
-        path = f"{owner.format(*layer)}{leaf}" if expert is None else f"{owner.format(*layer)}{expert}.{leaf}"
+        like = self._paths.get(leaf) or next(self._paths[one] for one in parameter.leaves if one in self._paths)
+        path = _alike(like, [*layer] if expert is None else [*layer, str(expert)], leaf)
         if _selects(self._config, path):
             self._missing.append(path)
             return None
-        like = next(iter(self.factors.values()))
+        other = next(iter(self.factors.values()))
         rows, columns = parameter.shape[-2] // len(parameter.leaves), parameter.shape[-1]
-        return _Factors(path, like.a.new_zeros(1, columns), like.b.new_zeros(rows, 1), 1, 0.0)
+        return _Factors(path, other.a.new_zeros(1, columns), other.b.new_zeros(rows, 1), 1, 0.0)
 
     def _note_missing(self) -> None:
         if not self._missing:
@@ -257,6 +258,18 @@ class _Fitting:
         config.lora_dropout = 0.0
         where = self._facts.config_file
         self._findings.append(note("info", "lora-dropout-ignored", where, message, "none"))
+
+
+def _expert(path: str) -> re.Match[str] | None:
+    return _EXPERT.fullmatch(path) or _OF_A_LIST.fullmatch(path)
+
+
+def _alike(path: str, numbers: Iterable[str], leaf: str) -> str:
+    """Return the path of a module that is named as another one is, with its own numbers and name."""
+    own = iter(numbers)
+    path = _NUMBER.sub(lambda old: next(own, old[0]), f"{path}.")[:-1]
+    match = _expert(path)
+    return path if match is None else f"{path[: match.start('leaf')]}{leaf}{path[match.end('leaf') :]}"
 
 
 def _router(path: str) -> tuple[str, None, str]:

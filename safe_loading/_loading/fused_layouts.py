@@ -183,7 +183,8 @@ def module_targets(
     if isinstance(targets, str):
         return {name for name in modules if name and check_target_module_exists(config, name)}
     leaves = {leaf for parameter in parameters for leaf in parameter.leaves}
-    fused = re.compile(r"(?:.*\.)?experts(?:\.\d+\.\w+)?")
+    lists = "|".join(f"{re.escape(leaf)}s" for leaf in leaves)
+    fused = re.compile(rf"(?:.*\.)?(?:experts(?:\.\d+\.\w+)?|(?:{lists})\.\d+)")
     return {
         target
         for target in targets

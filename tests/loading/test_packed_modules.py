@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3MoeConfig,
@@ -31,7 +33,7 @@ from safe_loading._model.quantized.sizes import bytes_of
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-from packed import edit_config, load, packing  # noqa: E402 - needs the engine
+from packed import edit, edit_config, load, packing  # noqa: E402 - needs the engine
 
 TOKENS = torch.arange(12).view(1, 12)
 
@@ -109,11 +111,7 @@ def test_experts_that_are_packed_one_by_one_are_refused_and_made_plain(tmp_path:
     load(tmp_path / "plain", "nf4").save_pretrained(tmp_path / "base")
     tensors = {}
     for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items():
-        tensors[name] = tensor
-        if ".experts." in name:
-            weight = bitsandbytes.nn.Params4bit(tensor, quant_type="nf4", compress_statistics=False).to("cpu")
-            tensors[name] = weight.data
-            tensors |= {f"{name}.{key}": value for key, value in weight.quant_state.as_dict(packed=True).items()}
+        tensors |= codes_of(name, tensor) if ".experts." in name else {name: tensor}
     save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     road = r"experts\.0\.down_proj.*merge_lora_checkpoint\(\.\.\., dequant"
     [found] = check_checkpoint(tmp_path / "base").findings
@@ -125,6 +123,35 @@ def test_experts_that_are_packed_one_by_one_are_refused_and_made_plain(tmp_path:
     with torch.no_grad():
         assert (load(tmp_path / "out")(TOKENS).logits - model(TOKENS).logits).abs().max() < 1
     assert planned(tmp_path / "out")[0] >= check_checkpoint(tmp_path / "out").bytes
+
+
+def codes_of(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    packed = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", compress_statistics=False).to("cpu")
+    return {name: packed.data, **{f"{name}.{key}": one for key, one in packed.quant_state.as_dict(packed=True).items()}}
+
+
+def list_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Name and pack the experts of gpt-oss as unsloth does for its bases in four bits: in lists of linear layers."""
+    for name in [each for each in tensors if ".experts." in each]:
+        path, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+        for expert, own in enumerate(tensors.pop(name)):
+            key = f"{path}s.{expert}.{'bias' if is_bias else 'weight'}"
+            tensors |= {key: own.clone()} if is_bias else codes_of(key, own.T.contiguous())
+
+
+def test_experts_in_lists_of_packed_layers_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config: Any = GptOssConfig(**sizes, head_dim=32, vocab_size=64, num_hidden_layers=1, num_local_experts=2)
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "plain", target_modules=["q_proj"])
+    load(tmp_path / "plain", "nf4").save_pretrained(tmp_path / "codes")
+    edit(tmp_path / "codes", list_experts)
+    refused = r"codes of bitsandbytes \(model.layers.0.mlp.experts.\w+_projs.\d.weight.*Load the base that it was"
+    [found] = check_checkpoint(tmp_path / "codes").findings
+    assert re.search(refused, found.message)
+    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "codes"), lambda: planned(tmp_path / "codes")):
+        with pytest.raises(CheckpointError, match=refused):
+            call()
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -19,7 +19,7 @@ from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_che
 pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
 
 EXPERTS, RANK, ALPHA = 3, 2, 5
-LAYOUTS = ("fused", "fused by peft 0.17", "grouped")
+LAYOUTS = ("fused", "fused by peft 0.17", "grouped", "listed", "listed in part")  # "listed" as unsloth trains 4 bits
 
 
 def save_base(folder: Path, **sizes: Any) -> Path:
@@ -35,6 +35,8 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
     for name in [name for name in truth if name.endswith(("gate_up_proj", "down_proj"))]:
         columns, rows = truth[name].shape[1:]
         a, b = torch.randn(EXPERTS, columns, RANK) / 8, torch.randn(EXPERTS, RANK, rows) / 8
+        if layout == "listed in part":  # one expert of each layer, and of its down_proj another one
+            b[1 if name.endswith("gate_up_proj") else 0] = b[2] = 0.0
         truth[name] = (truth[name].double() + ALPHA / RANK * (a.double() @ b.double())).float()
         owner, _, own = name.rpartition(".")
         key = f"base_model.model.{owner}"
@@ -42,12 +44,19 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
             grouped = "lora_gate_and_up" if own == "gate_up_proj" else "lora_down"
             tensors |= {f"{key}.{grouped}_A": a, f"{key}.{grouped}_B": b}
             continue
+        if layout.startswith("listed"):
+            for expert in (one for one in range(EXPERTS) if layout == "listed" or b[one].any()):
+                tensors[f"{key}.{own}s.{expert}.lora_A.weight"] = a[expert].T.contiguous()
+                tensors[f"{key}.{own}s.{expert}.lora_B.weight"] = b[expert].T.contiguous()
+            continue
         key += ".base_layer" if own == "gate_up_proj" else ""
         tensors[f"{key}.lora_A.weight"] = a.transpose(1, 2).reshape(-1, columns).contiguous()
         tensors[f"{key}.lora_B.weight"] = b.permute(2, 1, 0).reshape(rows, -1).contiguous()
     config: dict[str, Any] = {"target_modules": [], "r": RANK, "lora_alpha": ALPHA, "peft_version": "0.19.1"}
     if layout == "grouped":
         config["target_modules"] = ["experts"]
+    elif layout.startswith("listed"):
+        config["target_modules"] = sorted({".".join(key.split(".")[-4:-2]) for key in tensors})
     else:
         config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     config |= {"peft_version": "0.17.1"} if layout == "fused by peft 0.17" else {}

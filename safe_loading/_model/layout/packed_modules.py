@@ -57,6 +57,7 @@ def modules_by_headers(
         f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
     }
     _refuse_parts(model, checkpoint, layout, codes, linear)
+    _refuse_single_experts(model, checkpoint, request.method, layout)
     held = {linear[key] for name in codes if (key := layout.key_of.get(name, "")) in linear}
     on_disk = {linear[key] for key in layout.key_of.values() if key in linear}
     asked = known.packed_names(model, request)
@@ -97,9 +98,10 @@ def _refuse_single_experts(
     unknown = (layout or read_layout(model, checkpoint.tensors)).unknown if stacked else ()
     single = [name for name in unknown if not stacked.isdisjoint(ancestors(name))]
     if single:
-        held = next(path for path in ancestors(single[0]) if path in stacked)
+        named = next((name for name in single if not name.endswith(".bias")), single[0])
+        held = next(path for path in ancestors(named) if path in stacked)
         raise CheckpointError(
-            f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method} ({single[0]}), and "
+            f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method} ({named}), and "
             f"{type(model).__name__} holds them together in {held}, which transformers would leave at random: "
             f"{counted(len(single), 'tensor')}. Load the base that it was made from, with quantization_config; or take "
             f"a checkpoint in fp8."
