@@ -15,7 +15,7 @@ import torch
 from faults import adapters as faults
 from models import KINDS, Made, save_adapter, save_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference, tensor_bytes
 from test_merge_lora_inplace_ties import ENDS, adapted, family
 from test_merge_lora_inplace_ties import logits as end_logits
@@ -34,6 +34,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    verify_merge,
 )
 from safe_loading._checkpoint.index import read_checkpoint
 from safe_loading._merging.weights.rounding import round_into
@@ -427,11 +428,31 @@ def test_a_new_head_for_another_task(tmp_path: Path, labels: int) -> None:
     assert "tensors-left-behind" in {finding.code for finding in report.findings}
 
 
+def test_a_head_of_other_labels_than_the_base_s(tmp_path: Path) -> None:
+    """As ``ignore_mismatched_sizes`` makes one over a base that was trained for other labels."""
+    plain_base = save_llama(tmp_path / "plain", pad_token_id=0)
+    AutoModelForSequenceClassification.from_pretrained(plain_base).save_pretrained(tmp_path / "base")
+    adapter = save_seq_cls(tmp_path / "adapter", tmp_path / "base", 5)
+    report = merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out", AutoModelForSequenceClassification)
+    assert model.config.num_labels == len(model.config.id2label) == 5
+    theirs = plain(tmp_path / "base", adapter, base_kwargs={"num_labels": 5})
+    assert torch.allclose(logits(model), theirs, atol=1e-4)
+    assert [tensor.name for tensor in report.of("replaced")] == ["score.weight"]
+    assert verify_merge(tmp_path / "base", adapter, tmp_path / "out").ok
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["score.weight"][4] += 1
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert not verify_merge(tmp_path / "base", adapter, tmp_path / "out").ok
+
+
 def save_seq_cls(folder: Path, base: Path, labels: int) -> Path:
     class Loader:
         @staticmethod
         def from_pretrained(path: Path, **options: Any) -> Any:
-            return AutoModelForSequenceClassification.from_pretrained(path, num_labels=labels, **options)
+            return AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=labels, ignore_mismatched_sizes=True, **options
+            )
 
     return save_adapter(folder, base, auto_class=Loader, task_type="SEQ_CLS")
 

@@ -198,7 +198,7 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
         _cut_rows(changes, output, base)
         changes.problems += _not_resized(changes, output)
     architecture = type(output.model).__name__
-    if any(source is None for source in changes.added.values()):  # a head for another task
+    if output.layout.mismatched or any(source is None for source in changes.added.values()):  # a head of its own
         changes.config["architectures"] = [architecture]
         if output.num_labels is not None:
             labels = range(int(output.num_labels))

@@ -68,6 +68,8 @@ class _Placer:
         elif change.value is not None and not any(name in layout.opaque for name in edit.names):
             self.changes.added[first] = None  # a new head, which the checkpoint cannot have
             self._replace_whole(first, change, change.value, first)
+        elif change.value is not None and (tensor := self._of_another_size(edit.names)) is not None:
+            self._replace_whole(first, change, change.value, tensor)
         else:
             self.changes.problems.append(self._not_on_disk(first))
 
@@ -89,6 +91,12 @@ class _Placer:
                     f"{name}: it is {info.dtype} on disk, to which nothing can be added. {fix}"
                 )
             self.changes.merges[name] = (tuple(rows), _columns(info, rows))
+
+    def _of_another_size(self, names: Sequence[str]) -> str | None:
+        """Return the tensor on disk of a head that has other labels; None where another conversion makes it."""
+        found = [name for name, key in self._layout.key_of.items() if key in names]
+        is_whole = len(found) == 1 and self._tensors[found[0]].shape == self._layout.mismatched.get(names[0])
+        return found[0] if is_whole else None
 
     def _not_on_disk(self, name: str) -> str:
         if name in self._layout.opaque:
