@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,28 @@ def test_the_cause_is_told_and_mended(part: str, verb: str, adapter: Path, tmp_p
     renamed(base, f"{part}.", "")
     assert check_checkpoint(base).ok
     VERBS[verb](base, adapter, tmp_path / "output")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prefix", ["base_model.model.", "language_model."])
+def test_a_prefix_before_the_names_of_a_base_is_told_and_mapped(prefix: str, tied: bool, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    expected = load_peft_on_rank(adapter, base, device="cpu").state_dict()
+    files = [base / "model.safetensors.index.json", *base.glob("*.safetensors")]
+    tensors = {f"{prefix}{name}": each for file in files[1:] for name, each in load_file(file).items()}
+    for file in files:
+        file.unlink()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError) as refused:
+        load_peft_on_rank(adapter, base, device="cpu")
+    (problem,) = [line for line in str(refused.value).splitlines() if line.startswith("  - ")]
+    options = re.search(r"Pass base_kwargs=(\{.*\}), or rename", problem)
+    assert options is not None
+    assert f"{len(tensors)} names of the model with {prefix!r} before them" in problem
+    loaded = load_peft_on_rank(adapter, base, device="cpu", base_kwargs=ast.literal_eval(options[1])).state_dict()
+    assert all(torch.equal(loaded[name], each) for name, each in expected.items())
+    assert loaded.keys() == expected.keys()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -17,6 +17,7 @@ from safe_loading._model.tensors import all_names
 
 from .layout import CheckpointLayout, HasShape
 
+_DOT = re.compile(r"\.")
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
@@ -51,7 +52,11 @@ def misfits(
         if name in state
     ]
     problems += _cast_across_kinds(checkpoint, layout, state)
-    problems += missing_problems(model, checkpoint, state, {*layout.of, *layout.opaque}, all_names(model))
+    aliases, stored = all_names(model), {*layout.of, *layout.opaque}
+    prefixed = _under_a_prefix(checkpoint, layout, missing_names(state, stored, aliases), aliases)
+    if prefixed:
+        return [*problems, prefixed]
+    problems += missing_problems(model, checkpoint, state, stored, aliases)
     return problems + _beyond_last_layer(model, checkpoint, layout)
 
 
@@ -129,6 +134,23 @@ def wrapped_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Colle
             f"{canonical(within[0])!r} of the model). Save the model without it, or rename the tensors without it"
         )
     return None
+
+
+def _under_a_prefix(
+    checkpoint: Checkpoint, layout: CheckpointLayout, missing: Collection[str], aliases: Mapping[str, Sequence[str]]
+) -> str | None:
+    """Return the problem of a checkpoint that has all that a model misses, with one more prefix before the names."""
+    wanted, there = frozenset(missing), {layout.key_of[disk]: disk for disk in layout.unknown}
+    cuts = ((key, match.end()) for key in there for match in _DOT.finditer(key))
+    prefix = next((key[:cut] for key, cut in cuts if key[cut:] in wanted), None)
+    found = [name for name in missing if f"{prefix}{name}" in there]
+    if prefix is None or missing_names(missing, found, aliases):
+        return None
+    first, mapping = there[f"{prefix}{found[0]}"], {f"^{re.escape(prefix)}": ""}
+    return (
+        f"{checkpoint.folder}: {counted(len(found), 'name')} of the model with {prefix!r} before them ({first!r} is "
+        f"{found[0]!r}). Pass base_kwargs={{'key_mapping': {mapping}}}, or rename the tensors without the prefix"
+    )
 
 
 def _cast_across_kinds(
