@@ -424,6 +424,19 @@ class WithHead(Saver):
         save_file({"weight": saved.score_head.weight}, f"{output_dir}/head.safetensors")
 
 
+class WithEachPart(Saver):
+    """A trainer that writes each part of the model into a folder of its own, as sentence-transformers does."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        saved: Any = self.model
+        for name, part in saved.named_children():
+            write_part(part, Path(str(output_dir)) / name)
+
+
+def write_part(part: nn.Module, folder: Path) -> None:
+    save_file(part.state_dict(), folder / "model.safetensors")
+
+
 def test_a_head_that_the_users_own_code_leaves_out_is_lost(tmp_path: Path) -> None:
     model = Scored()
 
@@ -434,5 +447,5 @@ def test_a_head_that_the_users_own_code_leaves_out_is_lost(tmp_path: Path) -> No
     lost = told(Saver)["SL104"]
     assert (lost.severity, lost.where) == ("error", "score_head.bias, score_head.weight")
     assert "your own code that saves does not name them" in lost.message
-    assert told(WithHead) == {}
+    assert told(WithHead) == told(WithEachPart) == {}
     assert told(Trainer)["SL104"].severity == "warning"  # which writes them, under the wrapper's names

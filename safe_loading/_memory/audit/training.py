@@ -18,6 +18,8 @@ from .audited_model import AuditedModel, size_of
 from .kept_memory import is_average, is_target
 from .trainer_code import names_in_saving, runs_without_gradients
 
+_OF_ALL = frozenset({"state_dict", "_modules", "named_children", "children"})  # names by which code reaches all parts
+
 
 def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
     """Yield findings where the trained parameters, the adapter's, and the saved ones differ."""
@@ -121,7 +123,7 @@ def check_outside(audited: AuditedModel, teachers: Collection[str] = ()) -> Iter
     inside |= {id(p) for name, p in audited.outermost.named_parameters() if name in teachers}
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
     names = names_in_saving(audited)
-    if names is not None and "state_dict" not in names:  # of which the user's code may write all
+    if names is not None and names.isdisjoint(_OF_ALL):  # of which the user's code may write all
         outside = {name: p for name, p in outside.items() if names.isdisjoint(name.split("."))}
     elif names is not None:
         outside = {}
