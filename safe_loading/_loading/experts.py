@@ -65,7 +65,7 @@ def fit_experts(
     parameter_of = parameter_of_leaves(base) if isinstance(config, LoraConfig) else {}
     if not parameter_of or not isinstance(config, LoraConfig):
         return FittedAdapter(config, dict(tensors), [])
-    parameters = list(fused_parameters(base, parameter_of))
+    parameters = _as_in_file(fused_parameters(base, parameter_of), tensors)
     config, tensors, findings = expert_layouts(config, tensors, base, parameters, facts)
     if findings:
         return FittedAdapter(config, tensors, findings)
@@ -76,6 +76,13 @@ def fit_experts(
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()
     return fitted._replace(config=named_as_others(fitted.config, base, parameters)) if fitted.is_fused else fitted
+
+
+def _as_in_file(parameters: Iterable[FusedParameter], keys: Iterable[str]) -> list[FusedParameter]:
+    """Return the parameters with the modules that a file has LoRAs of: some have one where others have gate and up."""
+    paths = (_expert(match["path"]) for key in keys if (match := _FACTOR.fullmatch(key)) is not None)
+    own = {path["leaf"] for path in paths if path is not None}
+    return [one._replace(leaves=(one.name,), is_interleaved=False) if one.name in own else one for one in parameters]
 
 
 class _Fitting:
@@ -221,7 +228,7 @@ class _Fitting:
         if not exact:
             self._note_wider(parameter, own)
         leaves = len(parameter.leaves)
-        for factor, value in fused_factors(a, b, leaves).items():
+        for factor, value in fused_factors(parameter, a, b).items():
             self._tensors[f"{key}.lora_{factor}.weight"] = value
         fused = rank * leaves
         return fused, scaling * (math.sqrt(fused) if self._config.use_rslora else fused)

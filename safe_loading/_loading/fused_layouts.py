@@ -182,7 +182,7 @@ def module_targets(
     modules = [name for name in dict.fromkeys(modules) if name not in owners and not name.startswith(inside)]
     if isinstance(targets, str):
         return {name for name in modules if name and check_target_module_exists(config, name)}
-    leaves = {leaf for parameter in parameters for leaf in parameter.leaves}
+    leaves = {leaf for parameter in parameters for leaf in (*parameter.leaves, parameter.name)}
     lists = "|".join(f"{re.escape(leaf)}s" for leaf in leaves)
     fused = re.compile(rf"(?:.*\.)?(?:experts(?:\.\d+\.\w+)?|(?:{lists})\.\d+)")
     return {

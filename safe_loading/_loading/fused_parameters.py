@@ -23,7 +23,8 @@ from safe_loading._model.peft_layers import without_peft_levels
 
 _CONVERSION = "peft.utils.transformers_weight_conversion"  # of peft 0.19 and later, which has the layout made here
 _SOURCE = re.compile(r"experts\.\*\.(?P<leaf>\w+)\.weight$")
-_NAMES = ("gate_up_proj", "down_proj")
+# Of experts that are fused on disk, too, of which each may have been a module of its own where an adapter was trained.
+_ON_DISK = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _ROUTER = {"gate": "gate.weight"}
 
 
@@ -34,7 +35,8 @@ class FusedParameter(NamedTuple):
     experts: int | None  # None for a router
     leaves: tuple[str, ...]  # the modules that are fused in it, by the last part of their names, in order
     shape: tuple[int, ...]  # rows before columns, whatever their order in the model
-    is_transposed: bool = False  # whether the model has the columns first, as gpt-oss and Llama 4
+    is_transposed: bool = False  # whether the model, or that of transformers 4, has the columns first, as gpt-oss
+    is_interleaved: bool = False  # whether the rows of its modules take turns, as gpt-oss's
 
     @property
     def owner(self) -> str:
@@ -55,31 +57,48 @@ def parameter_of_leaves(base: torch.nn.Module) -> dict[str, str]:
     if importlib.util.find_spec(_CONVERSION) is None or not hasattr(getattr(base, "config", None), "model_type"):
         return {}
     found: dict[str, str] = {}
-    for rule in get_model_conversion_mapping(base):  # type: ignore[arg-type]  # a PreTrainedModel
-        if not isinstance(rule, loader.WeightConverter) or len(rule.target_patterns) != 1:
+    for rule in _conversions(base):
+        if len(rule.target_patterns) != 1:
             continue
         leaves = [match["leaf"] for source in rule.source_patterns if (match := _SOURCE.search(source)) is not None]
         kinds = [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
         fuses = kinds[:1] == [("MergeModulelist", 0)] and kinds[1:] in ([], [("Concatenate", 1)])
         if fuses and len(leaves) == len(rule.source_patterns):
             found |= dict.fromkeys(leaves, rule.target_patterns[0].rpartition(".")[2])
-    if not found and any(_is_transposed(module) for module in base.modules()):
-        found = {name: name for name in _NAMES}  # fused on disk, too
+    if not found and _is_fused_on_disk(base):
+        found = _ON_DISK
     return {**_ROUTER, **found} if found else {}
+
+
+def _conversions(base: torch.nn.Module) -> list[loader.WeightConverter]:
+    rules = get_model_conversion_mapping(base)  # type: ignore[arg-type]  # a PreTrainedModel
+    return [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
+
+
+def _steps_of_experts(base: torch.nn.Module) -> set[str]:
+    rules = [rule for rule in _conversions(base) if any("experts" in target for target in rule.target_patterns)]
+    return {type(step).__name__ for rule in rules for step in rule.operations}
+
+
+def _is_fused_on_disk(base: torch.nn.Module) -> bool:
+    """Return whether a base's files hold its experts as it does, in one of transformers' usual layouts."""
+    return any(hasattr(m, "is_concatenated") for m in base.modules()) and _steps_of_experts(base) <= {"Transpose"}
 
 
 def fused_parameters(base: torch.nn.Module, parameter_of: Mapping[str, str]) -> Iterator[FusedParameter]:
     """Yield the parameters of a base that fuse experts as (experts, rows, columns), and its routers."""
+    was_transposed = "Transpose" in _steps_of_experts(base) if parameter_of else False
     for name, tensor in base.named_parameters():
         path = without_peft_levels(name)
         owner, _, attribute = path.rpartition(".")
         leaves = tuple(leaf for leaf, parameter in parameter_of.items() if parameter == attribute)
         if owner.endswith(".experts") and leaves and tensor.dim() == 3:
             experts, rows, columns = tensor.shape
-            if _is_transposed(_innermost(base.get_submodule(owner))):
-                yield FusedParameter(path, experts, leaves, (experts, columns, rows), is_transposed=True)
-            else:
-                yield FusedParameter(path, experts, leaves, (experts, rows, columns))
+            module = _innermost(base.get_submodule(owner))
+            is_transposed = getattr(module, "is_transposed", False) is True
+            shape = (experts, columns, rows) if is_transposed else (experts, rows, columns)
+            takes_turns = len(leaves) > 1 and getattr(module, "is_concatenated", True) is False
+            yield FusedParameter(path, experts, leaves, shape, is_transposed or was_transposed, takes_turns)
             continue
         is_router = tensor.dim() == 2 and path.endswith(tuple(f".{router}" for router in _ROUTER.values()))
         if is_router and not isinstance(_innermost(base.get_submodule(owner)), torch.nn.Linear):
@@ -106,11 +125,16 @@ def fused_keys(base: torch.nn.Module, adapted: Iterable[FusedParameter]) -> dict
     return keys
 
 
-def fused_factors(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], leaves: int) -> dict[str, torch.Tensor]:
+def fused_factors(
+    parameter: FusedParameter, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return peft's factors of a fused parameter from those of its modules, of one rank: each expert's leaf by leaf."""
+    leaves = len(parameter.leaves)
     experts = range(0, len(a), leaves)
     fused_a = torch.stack([torch.cat(list(a[at : at + leaves])) for at in experts])
     fused_b = torch.stack([torch.block_diag(*b[at : at + leaves]) for at in experts])  # type: ignore[no-untyped-call]  # torch's
+    if parameter.is_interleaved:
+        fused_b = torch.unflatten(fused_b, 1, (leaves, -1)).transpose(1, 2).flatten(1, 2)
     return in_layout_of_peft(fused_a, fused_b)
 
 
@@ -132,10 +156,6 @@ def without_conversion_by_peft(base: torch.nn.Module) -> Iterator[None]:
     others = {name: pattern for name, pattern in table.items() if name != model_type}
     with patched(conversion, "_MODEL_TO_CONVERSION_PATTERN", others):
         yield
-
-
-def _is_transposed(module: torch.nn.Module) -> bool:
-    return getattr(module, "is_transposed", False) is True
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:

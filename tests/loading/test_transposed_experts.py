@@ -19,7 +19,8 @@ from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_che
 pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
 
 EXPERTS, RANK, ALPHA = 3, 2, 5
-LAYOUTS = ("fused", "fused by peft 0.17", "grouped", "listed", "listed in part")  # "listed" as unsloth trains 4 bits
+# "single" as tinker-cookbook makes them for vLLM, "listed" as unsloth trains 4 bits.
+LAYOUTS = ("fused", "fused by peft 0.17", "grouped", "single", "listed", "listed in part")
 
 
 def save_base(folder: Path, **sizes: Any) -> Path:
@@ -27,6 +28,20 @@ def save_base(folder: Path, **sizes: Any) -> Path:
     own = {"num_local_experts": EXPERTS, "layer_types": ["sliding_attention", "full_attention"], **sizes}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **{**COMMON, **own})).save_pretrained(folder)
     return folder
+
+
+def single(key: str, own: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The factors of each module of each expert: of gate_up_proj, gate has the even rows and up the odd ones."""
+    modules = {"down_proj": (a, b)}
+    if own == "gate_up_proj":
+        half = RANK // 2
+        modules = {"gate_proj": (a[..., :half], b[:, :half, ::2]), "up_proj": (a[..., half:], b[:, half:, 1::2])}
+    return {
+        f"{key}.{expert}.{name}.lora_{factor}.weight": each[expert].T.contiguous()
+        for name, factors in modules.items()
+        for factor, each in zip("AB", factors, strict=True)
+        for expert in range(EXPERTS)
+    }
 
 
 def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
@@ -37,12 +52,17 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
         a, b = torch.randn(EXPERTS, columns, RANK) / 8, torch.randn(EXPERTS, RANK, rows) / 8
         if layout == "listed in part":  # one expert of each layer, and of its down_proj another one
             b[1 if name.endswith("gate_up_proj") else 0] = b[2] = 0.0
+        if layout == "single" and name.endswith("gate_up_proj"):  # of its factors, each takes one half
+            b[:, : RANK // 2, 1::2] = b[:, RANK // 2 :, ::2] = 0.0
         truth[name] = (truth[name].double() + ALPHA / RANK * (a.double() @ b.double())).float()
         owner, _, own = name.rpartition(".")
         key = f"base_model.model.{owner}"
         if layout == "grouped":
             grouped = "lora_gate_and_up" if own == "gate_up_proj" else "lora_down"
             tensors |= {f"{key}.{grouped}_A": a, f"{key}.{grouped}_B": b}
+            continue
+        if layout == "single":
+            tensors |= single(key, own, a, b)
             continue
         if layout.startswith("listed"):
             for expert in (one for one in range(EXPERTS) if layout == "listed" or b[one].any()):
@@ -55,6 +75,10 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
     config: dict[str, Any] = {"target_modules": [], "r": RANK, "lora_alpha": ALPHA, "peft_version": "0.19.1"}
     if layout == "grouped":
         config["target_modules"] = ["experts"]
+    elif layout == "single":
+        config |= {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+        config |= {"rank_pattern": {"down_proj": RANK}, "r": RANK // 2, "alpha_pattern": {"down_proj": ALPHA}}
+        config |= {"lora_alpha": ALPHA / 2}
     elif layout.startswith("listed"):
         config["target_modules"] = sorted({".".join(key.split(".")[-4:-2]) for key in tensors})
     else:
