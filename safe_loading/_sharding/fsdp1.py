@@ -131,6 +131,23 @@ def set_prefetching(
         prefetching.limit_all_gathers = limit_all_gathers
 
 
+def keep_frozen_parameters(model: FullyShardedDataParallel) -> None:
+    """Let frozen units of a single rank keep their parameters, which torch takes out of them in a training step.
+
+    torch computes with views that autograd sees, and puts the parameters back when it shards the unit again. It takes
+    a unit that was never split for one that is sharded already, and does not, so that ``state_dict`` and the next
+    forward pass over tied weights end in assertions of its own. No gradient flows into a frozen unit.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = unit._handle
+        if handle is not None and not handle.uses_sharded_strategy:
+            handle._use_unsharded_views = functools.partial(_use_views, handle, handle._use_unsharded_views)
+
+
+def _use_views(handle: Any, use_views: Callable[[bool], None], as_params: bool) -> None:
+    use_views(as_params or not handle.flat_param.requires_grad)
+
+
 def make_usable(model: FullyShardedDataParallel) -> None:
     """Give the wrapper the signature of the model inside, and let that one's own methods gather its parameters.
 

@@ -201,6 +201,7 @@ def _wrap_fsdp1(job: WrapJob) -> WrapResult:
         how = setup.how
         policies = (how.mixed_precision, how.offload, _keep_whole(job), how.reshard_after_forward)
         model = fsdp1.wrap(setup.model, setup.units, job.mesh.fsdp, setup.where.device, *policies)
+        fsdp1.keep_frozen_parameters(model)
         fsdp1.make_usable(model)
         # views into the flat parameters, known only now: the values come last
         local = fsdp1.local_shards(model, job.mesh.position, shards)

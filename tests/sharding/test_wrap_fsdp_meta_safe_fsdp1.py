@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsdp_cases import NOTHING
+from peft import LoraConfig, get_peft_model
 from rank_server import RankServer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import wrap_fsdp_meta_safe
 
 SCRIPT = """
 import sys, warnings
@@ -163,3 +169,38 @@ def test_a_rank_takes_its_shards_and_one_unit_while_they_are_built(found: list[d
         unit = facts["local"] * 2 // 3
         assert facts["kept"] >= facts["local"]
         assert facts["peak"] <= facts["local"] + unit + unit // 8
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("policy", [None, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_a_single_rank_trains_and_saves_an_adapter_over_a_frozen_base(
+    tmp_path: Path, tied: bool, policy: torch.dtype | None
+) -> None:
+    """The second step over tied weights ended in an assertion of torch, and ``state_dict`` after a step in another."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=tied)).save_pretrained(tmp_path)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], bias="all", modules_to_save=["mlp"], init_lora_weights=False)
+    truth = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), lora)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), lora)
+    model.load_state_dict(truth.state_dict())
+    wrapped = wrap_fsdp_meta_safe(model, version=1, mp_policy=policy)
+    names = [name for name, _ in model.named_parameters()]
+    tokens = torch.arange(24).view(2, 12)
+    steps = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (truth, wrapped)]
+    for _ in range(3):
+        losses = [each(tokens, labels=tokens).loss for each in (truth, wrapped)]
+        for loss, step in zip(losses, steps, strict=True):
+            loss.backward()
+            step.step()
+            step.zero_grad()
+        assert [name for name, _ in model.named_parameters()] == names
+        saved, whole = wrapped.state_dict(), truth.state_dict()
+        assert saved.keys() == whole.keys()
+        if policy is None:
+            assert torch.equal(*losses)
+            assert all(torch.equal(saved[name], whole[name]) for name in whole)
+    with torch.no_grad():
+        logits = [each.eval()(tokens).logits.float() for each in (truth, wrapped)]
+    assert torch.allclose(*logits, atol=0.0 if policy is None else 0.1)
