@@ -26,6 +26,8 @@ _SMALLEST_LIST = 1 / 16
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 # Modules that are little more than a weight: a parent ties, stacks or multiplies it (F.linear(x, self.embed.weight)).
 _BARE = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.GroupNorm)
+# What the layers and copies of peft call the module that they wrap.
+_INSIDE_OF_LAYERS = (".base_layer", ".original_module")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,10 +355,10 @@ def _separate_dtypes(
     for parameters in owned.values():
         main, others = _by_dtype([parameter for _, parameter in parameters if flat or parameter.requires_grad])
         for parameter in others:
-            module = _module_alone(parameter, places, modules)
+            alone = _modules_alone(parameter, places, modules, flat=flat)
             around = None if flat else _module_around(places[parameter], taken, modules)
-            if module is not None and (around in (None, module) or not _is_layer(modules[module])):
-                groups = groups if (module,) in groups else [*groups, (module,)]
+            if alone and (around in (None, *alone) or not _is_layer(modules[alone[0]])):
+                groups = groups if alone in groups else [*groups, alone]
             elif around is not None and dtypes.setdefault(around, parameter.dtype) == parameter.dtype:
                 apart[parameter] = around
             else:
@@ -381,11 +383,25 @@ def _by_dtype(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, l
     return main, [parameter for parameter in each if parameter.dtype != main]
 
 
-def _module_alone(parameter: nn.Parameter, places: Places, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the module of a parameter if all that it has is of that dtype, and it can run; None otherwise."""
-    module = places[parameter][0].rpartition(".")[0]
-    alone = all(each.dtype == parameter.dtype for each in modules[module].parameters())
-    return module if module and len(places[parameter]) == 1 and alone and can_run(modules[module]) else None
+def _modules_alone(
+    parameter: nn.Parameter, places: Places, modules: Mapping[str, nn.Module], *, flat: bool
+) -> tuple[str, ...]:
+    """Return the modules of a parameter if all that they have is theirs and of its dtype, and they can run; else none.
+
+    A tied parameter has several. Those of FSDP1 take one module, and what a layer of peft has inside may be read past
+    its forward.
+    """
+    alone = tuple(dict.fromkeys(name.rpartition(".")[0] for name in places[parameter]))
+    if "" in alone or (len(alone) > 1 and (flat or any(name.endswith(_INSIDE_OF_LAYERS) for name in alone))):
+        return ()
+    inside = tuple(f"{name}." for name in alone)
+    fits = all(
+        each.dtype == parameter.dtype and all(name.startswith(inside) for name in places.get(each, ()))
+        for module in alone
+        for each in modules[module].parameters()
+    )
+    nested = any(name.startswith(inside) for name in alone)
+    return alone if fits and not nested and all(can_run(modules[name]) for name in alone) else ()
 
 
 def _module_around(names: Sequence[str], taken: Container[str], modules: Mapping[str, nn.Module]) -> str | None:

@@ -296,7 +296,7 @@ for name in sys.argv[2].split(","):
     if dist.get_rank() == 0:
         saved(name, folder)
     dist.barrier()
-    options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    options = {"dtype": getattr(torch, sys.argv[3]), "attn_implementation": "eager"}
     one = kind.from_pretrained(folder, **options).train()
     for parameter in one.parameters():
         parameter.data = parameter.data.clone()  # from where it lies in the file, with another alignment
@@ -317,8 +317,44 @@ dist.destroy_process_group()
 def test_classes_that_keep_parameters_in_float32_train_in_bfloat16(rank_server: RankServer, tmp_path: Path) -> None:
     """Sinks of heads, gates of experts, and convolutions whose weight the module around them reads."""
     classes = ["FlintForCausalLM", "InklingForCausalLM", "BailingHybridForCausalLM", "Inkling2ForCausalLM"]
-    for facts in rank_server.run(KEPT, 2, args=[tmp_path, ",".join(classes)]).found:
+    for facts in rank_server.run(KEPT, 2, args=[tmp_path, ",".join(classes), "bfloat16"]).found:
         for name in classes:
             differences, kept = facts[name]
             assert differences == NOTHING
             assert kept
+
+
+@needs("transformers", "5.23")
+def test_tied_embeddings_of_another_dtype_than_the_root_are_a_unit_with_the_head(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    """Blip2 keeps its Q-Former in float32 beside a language model in float16.
+
+    On one rank: several halve the gradients before they add them, and these are too small for float16 to be halved.
+    """
+    name = "Blip2ForConditionalGeneration"
+    (facts,) = rank_server.run(KEPT, 1, args=[tmp_path, name, "float16"]).found
+    differences, kept = facts[name]
+    assert differences == NOTHING
+    assert kept
+
+
+def test_tied_layers_that_peft_wraps_or_that_have_more_are_no_unit_of_their_own() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def tied() -> Any:
+        model: Any = reference(lambda: llama(tie_word_embeddings=True), torch.bfloat16)
+        for each in (model.model.norm, *model.model.layers):
+            each.float()
+        model.extra = nn.Linear(200, 200)  # so that most of the root is in float32
+        return model
+
+    assert names(tied())[-2:] == ["model.embed_tokens + lm_head", "(root)"]
+    with pytest.raises(ArgumentError, match=r"model\.embed_tokens\.weight is torch\.bfloat16"):
+        plan_units(tied(), flat=True)
+    adapted, mixed = get_peft_model(tied(), LoraConfig(target_modules=["embed_tokens"], bias="all")), tied()
+    adapted.requires_grad_(True)
+    mixed.lm_head.bias = nn.Parameter(torch.zeros(251))
+    for model in (adapted, mixed):
+        with pytest.raises(ArgumentError, match=r"embed_tokens\..*weight is torch\.bfloat16"):
+            plan_units(model)
