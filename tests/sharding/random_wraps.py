@@ -16,6 +16,7 @@ from fsdp_cases import plain, whole
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -210,6 +211,10 @@ def steps(model: Any, ids: torch.Tensor) -> list[Any] | str:
                 with torch.no_grad():
                     logged.append(model.eval()(ids).float().sum().item())
                 model.train()
+                if not hasattr(model, "fsdp_report"):
+                    # torch's units that are kept would go on with what they gathered, in the dtype of that
+                    for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
+                        unit.reshard()
     except (RuntimeError, ValueError) as error:
         return str(error)
     return logged
