@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from safe_loading.errors import AdapterError
 
 from .key_names import renames, summarize
 from .old_names import OldNames
+
+_SAVED_LEVELS = tuple(re.compile(level) for level in (r"\.modules_to_save(?=\.)", r"\.modules_to_save\.[^.]+(?=\.)"))
 
 
 class RenamedTensors(NamedTuple):
@@ -63,10 +66,11 @@ def rename_keys(
     ``key_mapping`` holds the patterns that the caller has for the keys; None takes those of the base's class, as peft.
     The keys in ``known`` are known to be right, without a look at the base.
     """
+    tensors = _without_copies(tensors)
     changed, collisions, patterns, old = places(tensors, base, prompt_learning, key_mapping, known)
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
-    renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
+    renamed = {changed.get(key, key): tensor for key, tensor in tensors.items()}
     if not changed:
         return RenamedTensors(renamed, changed, [], old)
     kinds = ["mapped by patterns"] if patterns else []
@@ -101,17 +105,19 @@ def places(
     return changed, collisions, patterns, old
 
 
-def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _without_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out the second copies of saved modules.
 
-    When a vocabulary was resized in memory, peft writes the embedding and the head under all names that the model has
-    for them: a module to save as ``X.weight``, and again as ``X.modules_to_save.weight``, which peft itself does not
-    load.
+    peft writes a module to save as ``X.weight``. When a vocabulary was resized in memory, or with ``bias="all"``, it
+    writes tensors of it under the names that the model has for them as well: ``X.modules_to_save.bias``, or
+    ``X.modules_to_save.default.dense.bias``.
     """
 
     def is_copy(key: str, tensor: torch.Tensor) -> bool:
-        first = tensors.get(key.replace(".modules_to_save.", ".", 1))
-        return first is not None and first is not tensor and same_tensor(first, tensor)
+        if ".modules_to_save." not in key:
+            return False
+        firsts = (tensors.get(each.sub("", key, count=1)) for each in _SAVED_LEVELS)
+        return any(first is not None and first is not tensor and same_tensor(first, tensor) for first in firsts)
 
     return {key: tensor for key, tensor in tensors.items() if not is_copy(key, tensor)}
 

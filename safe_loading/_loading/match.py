@@ -38,6 +38,7 @@ class Match:
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 _BASE_OF_ITS_OWN = "load it onto a base of its own (load_peft_on_rank)"
+_INNER_WEIGHT = ".base_layer.weight"
 _RIGHT_BASE = "pass the base that the adapter was trained on"
 
 
@@ -68,10 +69,14 @@ def match_tensors(
             labels = getattr(getattr(base_of(model), "config", None), "num_labels", None)
             match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows, labels))
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
+    nested = _loras_in_saved(config, without_slot)
+    match.findings.extend(_lora_in_saved(file, config, path, saved) for path, saved in nested.items())
+    without_slot = {key: value for key, value in without_slot.items() if not _lies_in(key, nested)}
     if without_slot:
         _match_base_weights(model, name, file, without_slot, embeddings, match)
     match.findings.extend(_tied_tokens(file, slots, match.values))
-    match.findings.extend(_missing(file, slots, routed, later=len(model.peft_config) > 1))
+    required = [key for key in routed.missing if not _lies_in(key, nested)]
+    match.findings.extend(_missing(file, slots, routed, required, later=len(model.peft_config) > 1))
     match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
     return match
@@ -243,6 +248,35 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
+def _loras_in_saved(config: PeftConfig, keys: Iterable[str]) -> dict[str, str]:
+    """Return the layers with a LoRA inside a saved module, by their paths with the name that modules_to_save has.
+
+    Earlier versions of peft trained and loaded these, and this one still trains them in some heads of tokens.
+    """
+    saved = () if getattr(config, "use_dora", False) else getattr(config, "modules_to_save", None) or ()
+    paths = {key.removesuffix(_INNER_WEIGHT) for key in keys if key.endswith(_INNER_WEIGHT)}
+    named = {path: next((name for name in saved if f".{name}." in f"{path}."), None) for path in paths}
+    return {path: name for path, name in sorted(named.items()) if name is not None}
+
+
+def _lies_in(key: str, layers: Iterable[str]) -> bool:
+    """Return whether a tensor is of one of these layers, in the saved module or in the base's own (bias="all")."""
+    return any(key.replace(".original_module.", ".", 1).startswith(f"{path}.") for path in layers)
+
+
+def _lora_in_saved(file: str, config: PeftConfig, path: str, saved: str) -> Finding:
+    name, scaling = without_peft_prefix(path), "sqrt(r)" if getattr(config, "use_rslora", False) else "r"
+    message = (
+        f"the adapter has a LoRA in {name!r}, inside the module {saved!r} of its modules_to_save, and this peft builds "
+        f"none there"
+    )
+    fix = (
+        f"write {f'{path}.weight'!r} into the file in place of it: the sum of base_layer.weight and of lora_B @ lora_A "
+        f"times lora_alpha / {scaling}; and base_layer.bias as {f'{path}.bias'!r}"
+    )
+    return fault("adapter-key-unexpected", f"{file}: {path}", message, fix)
+
+
 def _ties_later(model: PeftModel, adapter: str) -> bool:
     """Return whether an adapter that is not the first one of its model is to tie its weights."""
     return len(model.peft_config) > 1 and getattr(model.peft_config[adapter], "ensure_weight_tying", False) is True
@@ -306,12 +340,14 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     return ", ".join(without_peft_prefix(f"{parent}.{child}").lstrip(".") for child in similar) or "none"
 
 
-def _missing(file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors, *, later: bool) -> list[Finding]:
+def _missing(
+    file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors, required: Iterable[str], *, later: bool
+) -> list[Finding]:
     message = "modules_to_save (or trainable tokens) in the config requires this tensor, and the file does not have it"
     fix = "save the adapter again with save_pretrained, or take the module out of the config"
     if later:  # of a tied part that adapters before have apart, the file has one
         fix = f"{_BASE_OF_ITS_OWN}; or {fix}"
-    findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in routed.missing]
+    findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in required]
     # Tied slots share one storage: one tensor of the file fills all of them.
     filled = {slots[key].storage for key in routed.tensors if key in slots}
     for key, slot in slots.items():

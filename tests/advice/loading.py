@@ -173,6 +173,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "load the base with dtype=": f"{_LOADS}test_the_check_before_the_load_knows_the_dtype",
         "load the base with dtype={} to keep": "loading/test_saved_module_dtype.py::test_the_advice_keeps_it_as_it_is",
         "add {} to modules_to_save": _MENDED,
+        "write {} into the file": "loading/test_other_heads.py::"
+        "test_a_lora_inside_a_saved_head_is_told_and_loads_once_it_is_summed",
         "save the adapter again with save_pretrained, or take": _MENDED,
         "load the base yourself, call": f"{_LOADS}test_a_resized_vocabulary_says_how_to_resize",
         "load the base with a head of that many labels": "loading/test_other_heads.py::"

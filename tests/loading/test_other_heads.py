@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter
-from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, BrosConfig, BrosSpadeELForTokenClassification
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    BrosConfig,
+    BrosSpadeELForTokenClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from safe_loading import (
     AdapterError,
@@ -90,3 +97,56 @@ def test_a_head_that_the_auto_class_of_the_task_does_not_make_is_that_of_the_bas
     assert verify_merge(base, adapter, tmp_path / "merged").ok
     merged, on_disk = merge_lora_inplace(model).state_dict(), kind.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(value, on_disk[key]) for key, value in merged.items())
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_a_head_of_several_layers_whose_biases_peft_wrote_twice_is_read(tmp_path: Path, name: str) -> None:
+    """With bias="all" peft writes a saved module's biases by the names that the model has for them, too."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    torch.manual_seed(0)
+    kind: Any = RobertaForSequenceClassification
+    kind(RobertaConfig(**sizes, num_attention_heads=4)).save_pretrained(base := tmp_path / "base")
+    config = LoraConfig(target_modules=["query"], bias="all", task_type="SEQ_CLS")
+    trained = get_peft_model(kind.from_pretrained(base), config, adapter_name=name)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.requires_grad, alpha=0.1)
+    trained.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter" / ("" if name == "default" else name)
+    keys = load_file(adapter / "adapter_model.safetensors").keys()
+    assert f"base_model.model.classifier.modules_to_save.{name}.dense.bias" in keys
+    assert "base_model.model.classifier.dense.bias" in keys
+    model = load_peft_on_rank(adapter, base)
+    first = torch.arange(1, 13)[None]
+    expected = trained.eval()(first).logits
+    assert torch.equal(model(first).logits, expected)
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    assert torch.allclose(kind.from_pretrained(tmp_path / "merged").eval()(first).logits, expected, atol=1e-5)
+    assert verify_merge(base, adapter, tmp_path / "merged").ok
+
+
+def test_a_lora_inside_a_saved_head_is_told_and_loads_once_it_is_summed(tmp_path: Path) -> None:
+    """PeftModelForTokenClassification names its heads as saved only after the LoRAs are made, as all did once."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    torch.manual_seed(0)
+    kind: Any = RobertaForSequenceClassification
+    kind(RobertaConfig(**sizes, num_attention_heads=4)).save_pretrained(base := tmp_path / "base")
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["query", "out_proj"], task_type="TOKEN_CLS")
+    trained = get_peft_model(kind.from_pretrained(base), config)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.requires_grad, alpha=0.1)
+    trained.save_pretrained(adapter := tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    path = "base_model.model.classifier.out_proj"
+    with pytest.raises(AdapterError, match=r"LoRA in 'classifier\.out_proj', inside the module 'classifier'") as told:
+        load_peft_on_rank(adapter, base, auto_class=kind)
+    assert len(told.value.problems) == 1
+    assert f"write '{path}.weight' into the file in place of it" in str(told.value)
+    update = tensors.pop(f"{path}.lora_B.weight") @ tensors.pop(f"{path}.lora_A.weight") * 6 / 4
+    tensors[f"{path}.weight"] = tensors.pop(f"{path}.base_layer.weight") + update
+    tensors[f"{path}.bias"] = tensors.pop(f"{path}.base_layer.bias")
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    model = load_peft_on_rank(adapter, base, auto_class=kind)
+    first = torch.arange(1, 13)[None]
+    assert torch.allclose(model(first).logits, trained.eval()(first).logits, atol=1e-5)

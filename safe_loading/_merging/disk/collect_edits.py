@@ -111,7 +111,7 @@ class _Collector:
         modules = dict(injection.model.named_modules(remove_duplicate=False))
         for key, value in injection.routed.items():
             path, _, name = key.rpartition(".")
-            if path.endswith(".original_module"):
+            if ".original_module." in f"{path}.":
                 continue  # the base's own module, in whose place modules_to_save puts the adapter's
             if path in modules and (id(modules[path]), name) in self._parameters:
                 self._replace(modules[path], name, path, value)
