@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -101,3 +102,20 @@ def test_right_merges_raise_no_alarm(tmp_path: Path, name: str, dora: bool) -> N
             assert check.ok, (manner, str(check))
             assert not codes(check), (manner, str(check))
             assert verdicts(check) <= {"exact", "rounding", "left out"}, (manner, str(check))
+
+
+def test_a_config_that_its_class_changed_while_it_was_built_is_no_mistake(tmp_path: Path) -> None:
+    """LevitEncoder lengthens a list of its config, so that each save of a loaded model has another one."""
+    kind: Any = transformers.LevitForImageClassification
+    sizes: Any = {"hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]}
+    config = transformers.LevitConfig(image_size=32, depths=[1, 1, 1], mlp_ratio=[2, 2, 2], **sizes)
+    kind(config).save_pretrained(base := tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=kind, target_modules=["linear"], task_type=None)
+    PeftModel.from_pretrained(kind.from_pretrained(base), adapter).merge_and_unload().save_pretrained(tmp_path / "peft")
+    stages = [json.loads((tmp_path / each / "config.json").read_text())["down_ops"] for each in ("base", "peft")]
+    assert stages[0] != stages[1]
+    assert not codes(verify_merge(base, adapter, tmp_path / "peft", auto_class=kind))
+    document = json.loads((tmp_path / "peft" / "config.json").read_text())
+    document["down_ops"][0][4] = 3
+    (tmp_path / "peft" / "config.json").write_text(json.dumps(document))
+    assert codes(verify_merge(base, adapter, tmp_path / "peft", auto_class=kind)) == {"merged-config"}

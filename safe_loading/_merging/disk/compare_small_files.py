@@ -6,13 +6,16 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 import transformers
+from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from safe_loading._checkpoint.trained_beside import MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
+from safe_loading._model.meta_model import build_on_meta
 
 from .compare_changed_files import changed_files, content_here
 from .output_model import new_config
@@ -89,13 +92,30 @@ def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject
     kind = type(sources.base.model_config)
     try:
         with quiet():
-            one, other = (kind.from_dict(copy.deepcopy(document)).to_dict() for document in (right, merged))
+            config, found_config = (kind.from_dict(copy.deepcopy(document)) for document in (right, merged))
+            one, other = config.to_dict(), found_config.to_dict()
     except Exception:  # of remote code, or of entries that check_checkpoint names
         return found
     differences = list(_differences(one, other, ""))
+    if differences:
+        built = {path for path, *_ in _differences(_once_built(config), other, "")}
+        differences = [each for each in differences if each[0] in built]
     if not has_ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
         differences = [each for each in differences if each != (_TIE_FLAG, True, False)]
     return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
+
+
+def _once_built(config: PreTrainedConfig) -> JsonObject:
+    """Return a config as its class leaves it that has built the model: Levit's adds to the list of its stages."""
+    read: JsonObject = config.to_dict()
+    classes = [getattr(transformers, str(name), None) for name in config.architectures or ()]
+    try:
+        with quiet():
+            build_on_meta(classes[0], config, torch.float32)
+    except Exception:  # there is no such class, or no model of this config
+        return read
+    built: JsonObject = config.to_dict()
+    return built
 
 
 def _differences(right: JsonObject, found: JsonObject, outer: str) -> Iterator[tuple[str, object, object]]:
