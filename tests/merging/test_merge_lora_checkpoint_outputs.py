@@ -246,6 +246,22 @@ def test_a_head_with_tied_weights_inside_and_a_bias_of_two_names(tmp_path: Path,
     assert torch.allclose(logits(loaded(tmp_path / "out", BertForMaskedLM)), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_new_head_whose_bias_has_two_names_is_written_with_both(tmp_path: Path, tied: bool) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    kind: Any = BertForMaskedLM
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    kind(BertConfig(vocab_size=101, tie_word_embeddings=tied, **sizes)).bert.save_pretrained(tmp_path / "base")
+    options = {"auto_class": kind, "task_type": None, "target_modules": ["query"], "modules_to_save": ["cls"]}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options)
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", auto_class=kind)
+    merged, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert torch.allclose(logits(merged), plain(tmp_path / "base", adapter, auto_class=kind), atol=1e-5)
+    assert verify_merge(tmp_path / "base", adapter, tmp_path / "out", auto_class=kind).ok
+
+
 def test_two_deltas_of_the_two_names_of_one_weight_make_it_two(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
     targets = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}

@@ -281,9 +281,13 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
     # What neither the base nor an adapter has may still be a name that the base ties to another one.
     optional = optional_names(model)
     for name in missing_names(state, {*layout.of, *layout.opaque}, all_names(model)):
-        source = _one_tensor_of(output.ties.get(name, ()), output.layout)
+        names = output.ties.get(name, ())
+        source = _one_tensor_of(names, output.layout)
         if source is None:
-            if not optional(name):
+            first = next((each for each in names if each in changes.added and each in changes.values), None)
+            if first is not None:  # of a head that the adapter brings
+                changes.added[name], changes.values[name] = None, changes.values[first]
+            elif not optional(name):
                 problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")
             continue
         changes.added[name] = source
