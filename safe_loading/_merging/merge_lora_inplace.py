@@ -151,6 +151,11 @@ def _tuner_of(model: torch.nn.Module) -> BaseTuner:
             + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")
             + f". {fix}"
         )
+    if isinstance(tuner.model, PeftModel):  # peft cannot unload it, and would say so once its layers are gone
+        raise ArgumentError(
+            "get_peft_model was called with a model that has an adapter, so there is a PeftModel in this one, whose "
+            "layers hold the adapters of both. Pass the model in it: `model.base_model.model`."
+        )
     return tuner
 
 

@@ -83,6 +83,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a list of one number": f"{_OPTIONS}test_weights_multiply_what_adapters_add_as_set_scale_of_peft_does",
         "Name it once": f"{_OPTIONS}test_the_same_adapter_twice_is_refused_and_the_weight_that_is_advised_doubles_it",
     },
+    "_merging/disk/text_ends.py": {
+        "add {} to eos_token_id in {} of the output": f"{_DISK}_tokenizers.py::"
+        "test_an_end_at_which_nothing_stops_is_told_and_can_be_written"
+    },
     "_merging/disk/write_codes.py": {"Look at the base and at the adapter": OUTSIDE},
     "_merging/disk/write_tensors.py": {
         "Look at the base and at the adapter": f"{_OPTIONS}"

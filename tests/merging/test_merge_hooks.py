@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from wrapped_models import TOKENS, peft_llama
 
@@ -110,3 +111,19 @@ def test_a_model_deeper_in_a_users_module_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"Pass the model in it: `model.get_submodule\('0.0'\)`"):
         merge_lora_inplace(listed)
     assert merge_lora_inplace(listed.get_submodule("0.0")).merge_report.weights
+
+
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_a_model_with_a_peft_model_in_it_is_refused_whole_and_the_inner_one_is_merged(name: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(peft_llama(), config, adapter_name=name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = logits(model)
+    with pytest.raises(ArgumentError, match=r"Pass the model in it: `model\.base_model\.model`"):
+        merge_lora_inplace(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    merged = merge_lora_inplace(model.base_model.model)
+    assert not any("lora" in key for key in merged.state_dict())
+    assert torch.allclose(logits(merged), expected, atol=1e-5)

@@ -22,6 +22,7 @@ from .compare_tokenizers import NAMES, parsed, special_words, word_findings
 from .sources import is_processor
 
 _TEMPLATE, _TEMPLATE_JSON, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+TEMPLATES = (_TEMPLATE, _TEMPLATE_JSON)
 # Entries that say where a file came from or how a batch is made, and not what the model is asked or answers.
 _NO_MATTER = frozenset({
     "auto_map", "cache_implementation", "max_length", "name_or_path", "output_attentions", "output_hidden_states",
@@ -72,8 +73,8 @@ def _generation(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
 
 def _templates(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
     """Yield the chat template where it is another one; transformers keeps it in any of three files."""
-    right = _template_of({name: expected.get(name) for name in (_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER)})
-    own = _template_of({name: content_here(folder / name) for name in (_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER)})
+    right = template_of(expected)
+    own = template_of({name: content_here(folder / name) for name in (*TEMPLATES, _TOKENIZER)})
     if right is not None and own is not None and right != own:
         yield "the chat template is another one"
 
@@ -90,12 +91,13 @@ def _modules(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
             yield f"{name}: the modules are others"
 
 
-def _template_of(contents: Mapping[str, bytes | None]) -> str | None:
-    text = contents[_TEMPLATE]
+def template_of(contents: Mapping[str, bytes | None]) -> str | None:
+    """Return the one chat template of a tokenizer, in the order in which transformers looks for it."""
+    text = contents.get(_TEMPLATE)
     if text is not None:
         return text.decode(errors="replace").strip()
     for name in (_TEMPLATE_JSON, _TOKENIZER):
-        template = (parsed(contents[name], name) or {}).get("chat_template")
+        template = (parsed(contents.get(name), name) or {}).get("chat_template")
         if isinstance(template, str):
             return template.strip()
     return None

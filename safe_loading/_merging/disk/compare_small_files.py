@@ -17,9 +17,10 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import build_on_meta
 
-from .compare_changed_files import changed_files, content_here
+from .compare_changed_files import TEMPLATES, changed_files, content_here
 from .output_model import new_config
 from .sources import MergeSources, is_tokenizer
+from .tokenizer_forms import SETTINGS, inline_template
 
 _TIE_FLAG = "tie_word_embeddings"
 # Entries of config.json that a merge must have as the base has them, unless it changes them.
@@ -142,24 +143,30 @@ def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding
     }
     if MODULES in expected:
         kinds["modules"] = of_modules(expected, folders_named_in(expected[MODULES]))
-    template = "chat_template.jinja"
     lost = [name for names in kinds.values() for name in names if name in expected and not (folder / name).exists()]
     tokenizer = [name for name in expected if is_tokenizer(name)]
     if tokenizer and not any((folder / name).exists() for name in tokenizer):
         lost += sorted(tokenizer)
-    elif template in expected and not _has_template(folder):
-        lost.append(template)
+    elif not _has_template(folder):
+        lost += _templates_in(expected)
     if lost:
         fix = f"copy {'it' if len(lost) == 1 else 'them'} from the base or the adapter"
         message = f"{', '.join(lost)} of the base or the adapter {'is' if len(lost) == 1 else 'are'} not there."
         yield Finding("merged-files-lost", "warning", str(folder), message, f"{fix}.")
 
 
+def _templates_in(expected: Mapping[str, bytes]) -> list[str]:
+    """Return where the chat template is, of the places that a tokenizer has for one."""
+    inline = f"the chat_template in {SETTINGS}"
+    held = [name for name in TEMPLATES if name in expected]
+    return held or ([] if inline_template(expected.get(SETTINGS)) is None else [inline])
+
+
 def _has_template(folder: Path) -> bool:
     """Return whether a folder has a chat template: in a file of its own, or in the tokenizer's settings."""
-    if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
+    if any((folder / name).exists() for name in TEMPLATES):
         return True
-    return b'"chat_template"' in (content_here(folder / "tokenizer_config.json") or b"")
+    return inline_template(content_here(folder / SETTINGS)) is not None
 
 
 def _tokenizer_findings(sources: MergeSources, expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:

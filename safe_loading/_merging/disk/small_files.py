@@ -21,13 +21,21 @@ from safe_loading.errors import ArgumentError, CheckpointError
 
 from .base import MergeBase
 from .changes import Changes
+from .compare_tokenizers import parsed
 from .output_model import config_bytes
 from .output_plan import FilePlan
 from .sources import MergeSources, is_processor, is_template, is_tokenizer, is_vocabulary
+from .text_ends import end_findings
+from .tokenizer_forms import (
+    OF_THE_PLACE,
+    SETTINGS,
+    has_same_words,
+    inline_template,
+    is_of_newer_form,
+    is_same_tokenizer,
+)
 
 _INDEX = "model.safetensors.index.json"
-# What tokenizer_config.json holds that says where it came from, and nothing of what it does.
-_OF_THE_PLACE = frozenset({"is_local", "local_files_only", "name_or_path", "tokenizer_file", "transformers_version"})
 
 
 def small_files(
@@ -46,6 +54,11 @@ def small_files(
     chosen, of_modules = _choose_modules(sources, chosen)
     findings += of_modules
     files = {name: _checked_content(base.opened, path) for name, path in chosen.items()}
+    settings = chosen.get(SETTINGS)
+    if settings is not None and settings != sources.carried.get(SETTINGS):
+        before = _contents(sources.carried)
+        files |= {} if _has_template(chosen) else _with_template(files, before.get(SETTINGS))
+        findings += end_findings(before, files, settings)
     _refuse_template_paths(chosen, files)
     if CONFIG in files and changes.config:
         files[CONFIG] = config_bytes(base.config, changes.config)
@@ -108,22 +121,44 @@ def _choose_tokenizer(
     differ = sorted(name for name, path in theirs.items() if name not in ours or _differs(ours[name], path))
     if choice == "base" or not differ:
         return ours, [_left(adapter, differ)] if differ else []
+    own, other = _contents(ours), _contents(theirs)
+    if choice is None and is_same_tokenizer(own, other):
+        return ours, []
     why = "they differ from the base's, and the adapter was trained with them"
     if not any(is_tokenizer(name) for name in ours):
         why = "the base has none"
     elif any(name.rpartition(".")[2] == "vocab_size" for name in changes.config):
         why = "the vocabulary is the adapter's"
+    if any(map(is_tokenizer, ours)) and is_of_newer_form(own, other):
+        why += "; transformers 5 wrote them, in a form that programs with transformers 4 cannot read"
     kept = dict(ours)
     if any(not is_template(name) for name in theirs):
-        own_template, own_words = _has_template(theirs), any(map(is_vocabulary, theirs))
+        own_template = _has_template(theirs)
+        # other files with the same words, which programs read that do not know tokenizer.json, stay true
+        own_words = any(map(is_vocabulary, theirs)) and not has_same_words(own, other)
         kept = {
             name: path
             for name, path in ours.items()
             if not is_tokenizer(name)
+            or name == SETTINGS
             or (is_template(name) and not own_template)
             or (is_vocabulary(name) and not own_words)
         }
     return {**kept, **theirs}, [_taken(adapter, differ, why)]
+
+
+def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return the bytes of a tokenizer's files by their names."""
+    return {name: content_of(path) for name, path in files.items() if is_tokenizer(name)}
+
+
+def _with_template(files: Mapping[str, bytes], before: bytes | None) -> dict[str, bytes]:
+    """Return the settings of an adapter's tokenizer with the templates of the base's, where these have any."""
+    template, settings = inline_template(before), parsed(files[SETTINGS], SETTINGS)
+    if template is None or settings is None:
+        return {}
+    settings["chat_template"] = template
+    return {SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
 def _choose_processor(
@@ -183,7 +218,7 @@ def _differs(one: Path, other: Path) -> bool:
     if before == after:
         return False
     documents = [try_parse_file(content, path) for content, path in ((before, one), (after, other))]
-    said = [{k: v for k, v in each.items() if k not in _OF_THE_PLACE} for each in documents if isinstance(each, dict)]
+    said = [{k: v for k, v in each.items() if k not in OF_THE_PLACE} for each in documents if isinstance(each, dict)]
     return len(said) < 2 or said[0] != said[1]  # or one of them is no JSON
 
 
@@ -204,8 +239,8 @@ def _tokenizer_of(adapter: AdapterFolder) -> dict[str, Path]:
     return {name: path for name, path in names.items() if is_tokenizer(name) and path.is_file()}
 
 
-def _has_template(files: dict[str, Path]) -> bool:
+def _has_template(files: Mapping[str, Path]) -> bool:
     if any(is_template(name) for name in files):
         return True
-    config = files.get("tokenizer_config.json")
-    return config is not None and b'"chat_template"' in content_of(config)
+    settings = files.get(SETTINGS)
+    return settings is not None and inline_template(content_of(settings)) is not None
