@@ -1,4 +1,9 @@
-"""The words of a tokenizer against the rows of the embeddings that it is used with. Imports no torch."""
+"""The words of a tokenizer against the rows of the embeddings that it is used with, and against another tokenizer's.
+
+Transformers 5 saves other files and entries than 4, and programs with 4 read only theirs. An adapter's folder holds the
+tokenizer as the training saved it: where it says the same as the base's, the base's files are the better ones, as every
+program that reads the base reads them. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
 from .faults import fault, note
 from .files import try_open
 from .header import TensorInfo
-from .strict_json import try_json_bytes
+from .strict_json import try_json_bytes, try_parse
 
 WITH_IDS = ("tokenizer.json", "added_tokens.json", "vocab.json")
 _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight$")
@@ -21,6 +28,22 @@ _PLACEHOLDER = re.compile(r"image|video|audio|vision|speech", re.IGNORECASE)
 _ADDED = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")  # the first that names any has all
 _MOST_DIGITS = 20  # of an id; Python refuses to read thousands of them
 _MOST_BYTES = 1 << 27  # several times the largest published tokenizer.json
+FAST, SETTINGS, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+# What tokenizer_config.json holds that says where it came from, and nothing of what it does.
+OF_THE_PLACE = frozenset({"is_local", "local_files_only", "name_or_path", "tokenizer_file", "transformers_version"})
+# What it holds that another file or entry says, or that only tells a class from its twin in Python.
+_SAID_ELSEWHERE = frozenset({"added_tokens_decoder", "backend", "chat_template", "processor_class", "tokenizer_class"})
+_LISTS_OF_WORDS = ("additional_special_tokens", "extra_special_tokens")
+# The two of them that add words are said by the post-processor of tokenizer.json as well, which is compared.
+_DEFAULTS: Mapping[str, object] = {
+    "errors": "replace", "split_special_tokens": False, "add_bos_token": False, "add_eos_token": False,
+}  # fmt: skip
+_NAMELESS = frozenset({"TokenizersBackend", "PreTrainedTokenizer"})  # classes of any tokenizer.json
+# What the last call before the save asked for, which no later call is bound to.
+_OF_A_CALL = frozenset({"padding", "truncation", "version"})
+
+Contents = Mapping[str, bytes]
 
 
 def rows_of(tensors: Mapping[str, TensorInfo]) -> int:
@@ -121,3 +144,96 @@ def _added_words(folder: Path) -> dict[str, int]:
         if found:
             return found
     return {}
+
+
+def parsed(content: bytes | None, name: str) -> JsonObject | None:
+    """Return a file's JSON object; None where there is no such file, or no JSON, which check_checkpoint names."""
+    document = None if content is None else try_parse(content, name)
+    return None if isinstance(document, Finding) else document
+
+
+def template_of(contents: Mapping[str, bytes | None]) -> str | None:
+    """Return the one chat template of a tokenizer, in the order in which transformers looks for it."""
+    text = contents.get(TEMPLATES[0])
+    if text is not None:
+        return text.decode(errors="replace").strip()
+    for name in (TEMPLATES[1], SETTINGS):
+        template = (parsed(contents.get(name), name) or {}).get("chat_template")
+        if isinstance(template, str):
+            return template.strip()
+    return None
+
+
+def is_same_tokenizer(ours: Contents, theirs: Contents) -> bool:
+    """Return whether an adapter's tokenizer says the same as the base's; all that it does not bring is the base's."""
+    known = {FAST, SETTINGS, SPECIAL_MAP, "added_tokens.json", *TEMPLATES}
+    if any(ours.get(name) != content for name, content in theirs.items() if name not in known):
+        return False
+    if not has_same_words(ours, theirs) or SETTINGS not in theirs or SETTINGS not in ours:
+        return False
+    template = _template(theirs)
+    return _settings(ours) == _settings(theirs) and template in (None, _template(ours)) and _is_of_class(ours, theirs)
+
+
+def has_same_words(ours: Contents, theirs: Contents) -> bool:
+    """Return whether two tokenizers find the same words in a text; False where no tokenizer.json says so."""
+    one, other = (_words(contents.get(FAST)) for contents in (ours, theirs))
+    return one is not None and one == other
+
+
+def is_of_newer_form(ours: Contents, theirs: Contents) -> bool:
+    """Return whether an adapter's settings are of a form that transformers 4 fails to read, and the base's are not."""
+    newer = []
+    for contents in (ours, theirs):
+        settings = parsed(contents.get(SETTINGS), SETTINGS) or {}
+        is_list = isinstance(settings.get("extra_special_tokens"), list)
+        newer.append(is_list or settings.get("tokenizer_class") == "TokenizersBackend")
+    return newer == [False, True]
+
+
+def inline_template(settings: bytes | None) -> object:
+    """Return the chat templates in the settings of a tokenizer; None where there are none."""
+    return (parsed(settings, SETTINGS) or {}).get("chat_template")
+
+
+def _words(content: bytes | None) -> JsonObject | None:
+    """Return the content of tokenizer.json, without the entries that its writers write in different ways."""
+    document = parsed(content, FAST)
+    model = (document or {}).get("model")
+    if document is None or not isinstance(model, dict):
+        return None
+    merges = model.get("merges")
+    if isinstance(merges, list):  # as pairs since tokenizers 0.20, and as text before
+        merges = [each if isinstance(each, str) else " ".join(map(str, each)) for each in merges]
+    said = {key: value for key, value in document.items() if key not in _OF_A_CALL}
+    # older files lack entries of their model, whose defaults these are; a prefix of no letters is none
+    model = {key: value for key, value in model.items() if value is not None and value is not False and value != ""}
+    return {**said, "model": {**model, "merges": merges}}
+
+
+def _settings(contents: Contents) -> dict[str, object]:
+    documents = [parsed(contents.get(name), name) or {} for name in (SPECIAL_MAP, SETTINGS)]
+    entries: dict[str, Any] = {**documents[0], **documents[1]}
+    lists = [entries.pop(key) for key in _LISTS_OF_WORDS if isinstance(entries.get(key), list)]
+    said = {
+        key: _word(value)
+        for key, value in entries.items()
+        if key not in OF_THE_PLACE | _SAID_ELSEWHERE and value is not None and value != _DEFAULTS.get(key)
+    }
+    # a list that is empty says nothing
+    return {**said, "words": sorted({str(_word(each)) for words in lists for each in words})}
+
+
+def _word(value: object) -> object:
+    return value["content"] if isinstance(value, dict) and isinstance(value.get("content"), str) else value
+
+
+def _template(contents: Contents) -> object:
+    return template_of(contents) or inline_template(contents.get(SETTINGS))
+
+
+def _is_of_class(ours: Contents, theirs: Contents) -> bool:
+    """Return whether the adapter's names the base's class, or none of its own."""
+    named = [(parsed(contents[SETTINGS], SETTINGS) or {}).get("tokenizer_class") for contents in (ours, theirs)]
+    one, other = (str(name).removesuffix("Fast") for name in named)
+    return one == other or other in _NAMELESS

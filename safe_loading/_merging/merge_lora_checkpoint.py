@@ -40,7 +40,7 @@ from .disk.record import Outcome, is_complete, job_of, make_report, report_file
 from .disk.report import MergeReport
 from .disk.small_files import small_files
 from .disk.sources import checked_weights, merge_request, open_sources
-from .disk.tokenizer_ids import refuse_ids_without_rows
+from .disk.tokenizer_ids import end_findings, refuse_ids_without_rows
 from .disk.write_files import WriteJob, WrittenFile, from_journal, is_readable, one_torch_thread, write_files
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def merge_lora_checkpoint(
     plans = plan_files(base, changes, dtypes, shard_bytes)
     small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None, tokenizer=tokenizer)
     refuse_ids_without_rows(sources, small, plans)
+    findings += end_findings(sources, small)
     options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
     options["class"] = None if model_class is None else model_class.__name__
     options |= {"key_mapping": str(key_mapping or None), "manifest": bool(manifest)}

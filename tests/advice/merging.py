@@ -83,17 +83,15 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a list of one number": f"{_OPTIONS}test_weights_multiply_what_adapters_add_as_set_scale_of_peft_does",
         "Name it once": f"{_OPTIONS}test_the_same_adapter_twice_is_refused_and_the_weight_that_is_advised_doubles_it",
     },
-    "_merging/disk/text_ends.py": {
-        "add {} to eos_token_id in {} of the output": f"{_DISK}_tokenizers.py::"
-        "test_an_end_at_which_nothing_stops_is_told_and_can_be_written"
-    },
     "_merging/disk/write_codes.py": {"Look at the base and at the adapter": OUTSIDE},
     "_merging/disk/write_tensors.py": {
         "Look at the base and at the adapter": f"{_OPTIONS}"
         "test_the_dtype_that_the_error_asks_for_makes_the_merge_possible"
     },
     "_merging/disk/tokenizer_ids.py": {
-        "Pass tokenizer='base'": f"{_OPTIONS}test_a_trained_tokenizer_with_words_beyond_the_rows_is_refused"
+        "Pass tokenizer='base'": f"{_OPTIONS}test_a_trained_tokenizer_with_words_beyond_the_rows_is_refused",
+        "add {} to eos_token_id in {} of the output": f"{_DISK}_tokenizers.py::"
+        "test_an_end_at_which_nothing_stops_is_told_and_can_be_written",
     },
     "_merging/merge_lora_checkpoint.py": {
         'pass "adapter", "base"': f"{_OPTIONS}test_a_trained_tokenizer_wins_unless_the_base_is_chosen",

@@ -25,6 +25,7 @@ from safe_loading._memory.plan.layer_groups import LayerGroup
 from safe_loading._memory.plan.planner import Planner
 from safe_loading._memory.plan.require_traced import require_traced
 from safe_loading._memory.plan_device_map import plan_request
+from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.trace_step import trace_step
 
 
@@ -306,6 +307,33 @@ def test_what_the_model_itself_holds_is_on_the_main_device(
     assert plan.devices[0].used == limits[0]
     with pytest.raises(DeviceMapInfeasible):
         plan_device_map(model, limits | {0: limits[0] - 1}, workload=weights, inputs=INPUTS)
+
+
+@pytest.mark.parametrize("spare", [0, OWN // 2])
+def test_a_main_device_may_hold_nothing_but_what_the_model_itself_holds(spare: int) -> None:
+    """``dispatch_model`` takes the first of all devices in the map, those of its tensors' own keys among them."""
+
+    class Wide(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024, 64))
+            self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False)])
+
+    model, weights = Wide(), Workload.weights_only()
+    own, layer = 1024 * 64 * 4 + 64 * 4, 64 * 64 * 4
+    limits: dict[Device, int] = {0: own + spare, 1: layer + spare}
+    plan = plan_device_map(model, limits, workload=weights, inputs=INPUTS)
+    assert plan == {"scale": 0, "shift": 0, "layers": 1}
+    assert [(use.device, use.used) for use in plan.devices] == [(0, own), (1, layer)]
+    assert main_device(plan.values()) == 0
+    # where it lacks the room, room on another does not help
+    with pytest.raises(DeviceMapInfeasible) as refused:
+        plan_device_map(model, {0: own - 8, 1: 4 * own}, workload=weights, inputs=INPUTS)
+    assert refused.value.shortages == {0: 8}
+    # with room for either alone, too, and no inputs to run a step with, which would show it
+    plan = plan_device_map(model, {0: own + spare, 1: own + spare}, workload=weights, verify=False)
+    assert {plan["scale"], plan["shift"]} == {main_device(plan.values())}
+    assert all(use.used <= use.limit for use in plan.devices)
 
 
 def test_a_step_reads_what_the_model_itself_holds_from_the_main_device() -> None:

@@ -135,10 +135,15 @@ class Puzzle:
         return any(self._search(pinning).fits() for pinning in self.pinnings)
 
     def shortages(self) -> dict[int, int]:
-        """Return for each device the least bytes which, added to its limit alone, make the groups fit."""
+        """Return for each device the least bytes which, added to its limit alone, make the groups fit.
+
+        Where another one has not the room for what is on it anyway, no bytes do, and a device is left out.
+        """
         tables: dict[tuple[int, ...], tuple[PartitionSearch, LeastLoads | None]] = {}
         missing: dict[int, int] = {}
-        for number in range(len(self.limits)):
+        loads = [own.resident + own.transient for own in self.occupied]
+        full = [number for number, (own, limit) in enumerate(zip(loads, self.limits, strict=True)) if own > limit]
+        for number in full if len(full) == 1 else range(len(self.limits)):
             same = next((other for other in missing if self._kind(other) == self._kind(number)), None)
             missing[number] = self._shortage(number, tables) if same is None else missing[same]
         return missing

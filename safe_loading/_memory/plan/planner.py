@@ -158,11 +158,11 @@ class Planner:
         # dispatch_model moves them to the main device, whatever a map says, so they need their room there
         usable = [number for number, device in enumerate(request.running) if request.limits.get(device)]
         guess = request.running[request.main_of(usable or [0])]
-        found = self._placed(tree, costs, own_on=guess)
-        main = main_device(device for path, device in found.items() if path not in own)
+        found = self._placed(tree, costs, own_on=guess) | dict.fromkeys(own, guess)
+        main = main_device(found.values())  # the keys of these tensors count, so that the guess is one of the devices
         if main != guess:
-            found = self._placed(tree, costs, own_on=main)
-        return collapse(found | dict.fromkeys(own, main))
+            found = self._placed(tree, costs, own_on=main) | dict.fromkeys(own, main)
+        return collapse(found)
 
     def _placed(self, tree: ModuleTree, costs: Sequence[Cost], *, own_on: Device | None = None) -> dict[str, Device]:
         """Return the device of each unit, and of the pieces of units that are offloaded in part.

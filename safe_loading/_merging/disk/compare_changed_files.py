@@ -13,16 +13,15 @@ from transformers import GenerationConfig
 
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import GENERATION_CONFIG
+from safe_loading._checkpoint.tokenizer_ids import SETTINGS, TEMPLATES, parsed, template_of
 from safe_loading._checkpoint.trained_beside import MODULE_WEIGHTS, MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
-from .compare_tokenizers import NAMES, parsed, special_words, word_findings
+from .compare_tokenizers import NAMES, special_words, word_findings
 from .sources import is_processor
 
-_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
-TEMPLATES = (_TEMPLATE, _TEMPLATE_JSON)
 # Entries that say where a file came from or how a batch is made, and not what the model is asked or answers.
 _NO_MATTER = frozenset({
     "auto_map", "cache_implementation", "max_length", "name_or_path", "output_attentions", "output_hidden_states",
@@ -74,7 +73,7 @@ def _generation(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
 def _templates(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
     """Yield the chat template where it is another one; transformers keeps it in any of three files."""
     right = template_of(expected)
-    own = template_of({name: content_here(folder / name) for name in (*TEMPLATES, _TOKENIZER)})
+    own = template_of({name: content_here(folder / name) for name in (*TEMPLATES, SETTINGS)})
     if right is not None and own is not None and right != own:
         yield "the chat template is another one"
 
@@ -89,18 +88,6 @@ def _modules(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
             yield f"{name}: the weights are others"
         elif name == MODULES and folders_named_in(own) != folders_named_in(expected[name]):
             yield f"{name}: the modules are others"
-
-
-def template_of(contents: Mapping[str, bytes | None]) -> str | None:
-    """Return the one chat template of a tokenizer, in the order in which transformers looks for it."""
-    text = contents.get(_TEMPLATE)
-    if text is not None:
-        return text.decode(errors="replace").strip()
-    for name in (_TEMPLATE_JSON, _TOKENIZER):
-        template = (parsed(contents.get(name), name) or {}).get("chat_template")
-        if isinstance(template, str):
-            return template.strip()
-    return None
 
 
 def _processors(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:

@@ -11,16 +11,16 @@ import transformers
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from safe_loading._checkpoint.tokenizer_ids import SETTINGS, TEMPLATES, inline_template
 from safe_loading._checkpoint.trained_beside import MODULES, folders_named_in, of_modules
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import build_on_meta
 
-from .compare_changed_files import TEMPLATES, changed_files, content_here
+from .compare_changed_files import changed_files, content_here
 from .output_model import new_config
 from .sources import MergeSources, is_tokenizer
-from .tokenizer_forms import SETTINGS, inline_template
 
 _TIE_FLAG = "tie_word_embeddings"
 # Entries of config.json that a merge must have as the base has them, unless it changes them.

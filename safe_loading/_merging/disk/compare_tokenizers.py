@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.strict_json import try_parse
-from safe_loading._checkpoint.tokenizer_ids import WITH_IDS, words_of
+from safe_loading._checkpoint.tokenizer_ids import FAST, SETTINGS, SPECIAL_MAP, WITH_IDS, parsed, words_of
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
 
-_SETTINGS, _MAP, _FAST = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # of sentencepiece; nothing here reads them
-_WHOLE = (_FAST, "vocab.json")  # hold all words; the others only those that were added
+_WHOLE = (FAST, "vocab.json")  # hold all words; the others only those that were added
 # Whose other value makes another text of the same words; padding is no part of a text.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token")
 _NAMED = 3
 
 Contents = Mapping[str, bytes]
-NAMES = (*WITH_IDS, _SETTINGS, _MAP, *_MODELS)
+NAMES = (*WITH_IDS, SETTINGS, SPECIAL_MAP, *_MODELS)
 
 
 def word_findings(right: Contents, own: Contents, folder: Path) -> Iterator[Finding]:
@@ -40,7 +38,7 @@ def special_words(right: Contents, own: Contents) -> Iterator[str]:
     for key in _SPECIAL:
         one, other = settings.get(key), found.get(key)
         if one is not None and other is not None and one != other:
-            yield f"{_SETTINGS}: {key} is {other!r:.60} and should be {one!r:.60}"
+            yield f"{SETTINGS}: {key} is {other!r:.60} and should be {one!r:.60}"
 
 
 def _differences(right: Contents, own: Contents) -> Iterator[str]:
@@ -68,12 +66,12 @@ def _listed(named: Sequence[str], count: int) -> str:
 
 
 def _words_of(contents: Contents) -> dict[str, int]:
-    return dict(pair for name in (*WITH_IDS, _SETTINGS) for pair in words_of(contents.get(name)))
+    return dict(pair for name in (*WITH_IDS, SETTINGS) for pair in words_of(contents.get(name)))
 
 
 def _merges_of(contents: Contents) -> list[str] | None:
     """Return the merges of a tokenizer's model, in their order; None where its file names none."""
-    model = (parsed(contents.get(_FAST), _FAST) or {}).get("model")
+    model = (parsed(contents.get(FAST), FAST) or {}).get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(merges, list):
         return None
@@ -81,12 +79,6 @@ def _merges_of(contents: Contents) -> list[str] | None:
 
 
 def _settings_of(contents: Contents) -> JsonObject:
-    documents = [parsed(contents.get(name), name) or {} for name in (_MAP, _SETTINGS)]
+    documents = [parsed(contents.get(name), name) or {} for name in (SPECIAL_MAP, SETTINGS)]
     every = [pair for document in documents for pair in document.items()]
     return {key: value.get("content") if isinstance(value, dict) else value for key, value in every}
-
-
-def parsed(content: bytes | None, name: str) -> JsonObject | None:
-    """Return a file's JSON object; None where there is no such file, or no JSON, which check_checkpoint names."""
-    document = None if content is None else try_parse(content, name)
-    return None if isinstance(document, Finding) else document

@@ -14,6 +14,15 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.strict_json import try_parse_file
+from safe_loading._checkpoint.tokenizer_ids import (
+    OF_THE_PLACE,
+    SETTINGS,
+    has_same_words,
+    inline_template,
+    is_of_newer_form,
+    is_same_tokenizer,
+    parsed,
+)
 from safe_loading._checkpoint.trained_beside import MODULES, in_modules, module_folders, modules_in
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -21,19 +30,9 @@ from safe_loading.errors import ArgumentError, CheckpointError
 
 from .base import MergeBase
 from .changes import Changes
-from .compare_tokenizers import parsed
 from .output_model import config_bytes
 from .output_plan import FilePlan
 from .sources import MergeSources, is_processor, is_template, is_tokenizer, is_vocabulary
-from .text_ends import end_findings
-from .tokenizer_forms import (
-    OF_THE_PLACE,
-    SETTINGS,
-    has_same_words,
-    inline_template,
-    is_of_newer_form,
-    is_same_tokenizer,
-)
 
 _INDEX = "model.safetensors.index.json"
 
@@ -55,10 +54,9 @@ def small_files(
     findings += of_modules
     files = {name: _checked_content(base.opened, path) for name, path in chosen.items()}
     settings = chosen.get(SETTINGS)
-    if settings is not None and settings != sources.carried.get(SETTINGS):
-        before = _contents(sources.carried)
-        files |= {} if _has_template(chosen) else _with_template(files, before.get(SETTINGS))
-        findings += end_findings(before, files, settings)
+    before = sources.carried.get(SETTINGS)
+    if settings is not None and before is not None and settings != before and not _has_template(chosen):
+        files |= _with_template(files, content_of(before))
     _refuse_template_paths(chosen, files)
     if CONFIG in files and changes.config:
         files[CONFIG] = config_bytes(base.config, changes.config)
