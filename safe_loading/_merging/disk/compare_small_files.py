@@ -52,7 +52,7 @@ def small_file_findings(
     stale = [*_tokenizer_findings(sources, expected, merged.path)]
     return [
         *_config_findings(sources, changed, merged, has_ties=has_ties),
-        *_lost_files(expected, merged.path),
+        *_lost_files(expected, merged.path, stale=bool(stale)),
         *stale,
         *changed_files({} if stale else expected, merged.path),  # a template of the base's is said already
     ]
@@ -134,8 +134,11 @@ def _items(entry: object) -> Iterable[tuple[object, object]]:
     return entry.items() if isinstance(entry, dict) else ()
 
 
-def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
-    """Yield the files that the merge would carry along and the folder lacks."""
+def _lost_files(expected: Mapping[str, bytes], folder: Path, *, stale: bool) -> Iterator[Finding]:
+    """Yield the files that the merge would carry along and the folder lacks.
+
+    Where the settings of its tokenizer are ``stale``, so is the template in them, which is said then.
+    """
     kinds = {
         "generation": [GENERATION_CONFIG],
         "processor": ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
@@ -148,7 +151,7 @@ def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding
     if tokenizer and not any((folder / name).exists() for name in tokenizer):
         lost += sorted(tokenizer)
     elif not _has_template(folder):
-        lost += _templates_in(expected)
+        lost += _templates_in({} if stale and not any(name in expected for name in TEMPLATES) else expected)
     if lost:
         fix = f"copy {'it' if len(lost) == 1 else 'them'} from the base or the adapter"
         message = f"{', '.join(lost)} of the base or the adapter {'is' if len(lost) == 1 else 'are'} not there."
