@@ -335,7 +335,7 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     """Return the children of the last module on the path that exists, those with the most similar names first."""
     parent = nearest(path, modules) or ""
     name = path.removeprefix(parent).lstrip(".").partition(".")[0]
-    children = [child for child, _ in model.get_submodule(parent).named_children()]
+    children = [child for child, _ in model.get_submodule(parent).named_children() if not child.startswith("lora_")]
     similar = difflib.get_close_matches(name, children, n=3, cutoff=0.0)
     return ", ".join(without_peft_prefix(f"{parent}.{child}").lstrip(".") for child in similar) or "none"
 

@@ -197,3 +197,17 @@ def test_a_rank_that_the_config_contradicts_is_refused(tmp_path: Path) -> None:
     ours, plain = load_peft_on_rank(base, corrected).state_dict(), load_peft_on_rank(base, adapter).state_dict()
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def test_the_nearest_names_of_an_expert_s_are_none_of_peft_s_own(tmp_path: Path) -> None:
+    base = save_mixture(tmp_path / "base", "Qwen3Moe")
+    plain, _ = save_expert_adapter(tmp_path, base, "Qwen3Moe", {})
+
+    def add(tensors: faults.Tensors) -> None:
+        own = {key: value.clone() for key, value in tensors.items() if ".experts.0.gate_proj." in key}
+        tensors |= {key.replace(".0.gate_proj.", ".w1."): value for key, value in own.items()}
+
+    adapter = faults.edited(plain, tmp_path / "with more", tensors=add)
+    with pytest.raises(AdapterError, match=r"no module '[\w.]+experts\.w1' \(nearest: ") as refused:
+        load_peft_on_rank(adapter, base)
+    assert ".lora_" not in str(refused.value).split("nearest: ")[1].split(")")[0]
