@@ -76,10 +76,15 @@ def words_of(content: bytes | None) -> Iterator[tuple[str, int]]:
     yield from ((word, number) for word, number in every if isinstance(word, str) and type(number) is int)
 
 
+def all_words_of(contents: Contents) -> dict[str, int]:
+    """Return the words of a tokenizer's files with their ids."""
+    return dict(pair for name in (*WITH_IDS, SETTINGS) for pair in words_of(contents.get(name)))
+
+
 def words_in(folder: Path) -> dict[str, int]:
     """Return the words of the tokenizer in a folder with their ids; files that cannot be read have none."""
     words: dict[str, int] = {}
-    for name in (*WITH_IDS, "tokenizer_config.json"):
+    for name in (*WITH_IDS, SETTINGS):
         file = try_open(folder / name)
         if not isinstance(file, Finding):
             with file:
@@ -164,12 +169,12 @@ def template_of(contents: Mapping[str, bytes | None]) -> str | None:
     return None
 
 
-def is_same_tokenizer(ours: Contents, theirs: Contents) -> bool:
-    """Return whether an adapter's tokenizer says the same as the base's; all that it does not bring is the base's."""
+def says_the_same(ours: Contents, theirs: Contents) -> bool:
+    """Return whether an adapter's tokenizer, of the base's words, says the same; all that it lacks is the base's."""
     known = {FAST, SETTINGS, SPECIAL_MAP, "added_tokens.json", *TEMPLATES}
     if any(ours.get(name) != content for name, content in theirs.items() if name not in known):
         return False
-    if not has_same_words(ours, theirs) or SETTINGS not in theirs or SETTINGS not in ours:
+    if SETTINGS not in theirs or SETTINGS not in ours:
         return False
     template = _template(theirs)
     return _settings(ours) == _settings(theirs) and template in (None, _template(ours)) and _is_of_class(ours, theirs)
@@ -191,6 +196,15 @@ def is_of_newer_form(ours: Contents, theirs: Contents) -> bool:
     return newer == [False, True]
 
 
+def merges_of(model: object) -> list[str] | None:
+    """Return the merges of the model in a tokenizer.json, in their order; None where it names none."""
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(merges, list):
+        return None
+    # as pairs since tokenizers 0.20, and as text before
+    return [each if isinstance(each, str) else " ".join(map(str, each)) for each in merges]
+
+
 def inline_template(settings: bytes | None) -> object:
     """Return the chat templates in the settings of a tokenizer; None where there are none."""
     return (parsed(settings, SETTINGS) or {}).get("chat_template")
@@ -202,13 +216,10 @@ def _words(content: bytes | None) -> JsonObject | None:
     model = (document or {}).get("model")
     if document is None or not isinstance(model, dict):
         return None
-    merges = model.get("merges")
-    if isinstance(merges, list):  # as pairs since tokenizers 0.20, and as text before
-        merges = [each if isinstance(each, str) else " ".join(map(str, each)) for each in merges]
     said = {key: value for key, value in document.items() if key not in _OF_A_CALL}
     # older files lack entries of their model, whose defaults these are; a prefix of no letters is none
     model = {key: value for key, value in model.items() if value is not None and value is not False and value != ""}
-    return {**said, "model": {**model, "merges": merges}}
+    return {**said, "model": {**model, "merges": merges_of(model)}}
 
 
 def _settings(contents: Contents) -> dict[str, object]:

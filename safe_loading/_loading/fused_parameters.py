@@ -57,7 +57,8 @@ def parameter_of_leaves(base: torch.nn.Module) -> dict[str, str]:
     if importlib.util.find_spec(_CONVERSION) is None or not hasattr(getattr(base, "config", None), "model_type"):
         return {}
     found: dict[str, str] = {}
-    for rule in _conversions(base):
+    rules = _conversions(base)
+    for rule in rules:
         if len(rule.target_patterns) != 1:
             continue
         leaves = [match["leaf"] for source in rule.source_patterns if (match := _SOURCE.search(source)) is not None]
@@ -65,8 +66,9 @@ def parameter_of_leaves(base: torch.nn.Module) -> dict[str, str]:
         fuses = kinds[:1] == [("MergeModulelist", 0)] and kinds[1:] in ([], [("Concatenate", 1)])
         if fuses and len(leaves) == len(rule.source_patterns):
             found |= dict.fromkeys(leaves, rule.target_patterns[0].rpartition(".")[2])
-    if not found and _is_fused_on_disk(base):
-        found = _ON_DISK
+    # Files without other steps hold experts as the model does, which says its layout where it is a usual one.
+    if not found and _steps_of_experts(rules) <= {"Transpose"}:
+        found = _ON_DISK if any(hasattr(module, "is_concatenated") for module in base.modules()) else {}
     return {**_ROUTER, **found} if found else {}
 
 
@@ -75,19 +77,14 @@ def _conversions(base: torch.nn.Module) -> list[loader.WeightConverter]:
     return [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
 
 
-def _steps_of_experts(base: torch.nn.Module) -> set[str]:
-    rules = [rule for rule in _conversions(base) if any("experts" in target for target in rule.target_patterns)]
-    return {type(step).__name__ for rule in rules for step in rule.operations}
-
-
-def _is_fused_on_disk(base: torch.nn.Module) -> bool:
-    """Return whether a base's files hold its experts as it does, in one of transformers' usual layouts."""
-    return any(hasattr(m, "is_concatenated") for m in base.modules()) and _steps_of_experts(base) <= {"Transpose"}
+def _steps_of_experts(rules: Iterable[loader.WeightConverter]) -> set[str]:
+    of_experts = [rule for rule in rules if any("experts" in target for target in rule.target_patterns)]
+    return {type(step).__name__ for rule in of_experts for step in rule.operations}
 
 
 def fused_parameters(base: torch.nn.Module, parameter_of: Mapping[str, str]) -> Iterator[FusedParameter]:
     """Yield the parameters of a base that fuse experts as (experts, rows, columns), and its routers."""
-    was_transposed = "Transpose" in _steps_of_experts(base) if parameter_of else False
+    was_transposed = "Transpose" in _steps_of_experts(_conversions(base)) if parameter_of else False
     for name, tensor in base.named_parameters():
         path = without_peft_levels(name)
         owner, _, attribute = path.rpartition(".")

@@ -48,6 +48,12 @@ def planned(folder: Path) -> tuple[int, list[str]]:
     return use.weights + use.buffers, [finding.code for finding in plan.findings]
 
 
+def assert_refused(base: Path, adapter: Path, reason: str) -> None:
+    for call in (lambda: load_peft_on_rank(adapter, base), lambda: planned(base)):
+        with pytest.raises(CheckpointError, match=reason):
+            call()
+
+
 @pytest.fixture(scope="module", params=[128, 256])
 def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A packed Qwen2-VL of which attention and image encoder stayed plain, and an adapter."""
@@ -116,9 +122,7 @@ def test_experts_that_are_packed_one_by_one_are_refused_and_made_plain(tmp_path:
     road = r"experts\.0\.down_proj.*merge_lora_checkpoint\(\.\.\., dequant"
     [found] = check_checkpoint(tmp_path / "base").findings
     assert re.search(road, f"{found.message} {found.fix}")
-    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "base"), lambda: planned(tmp_path / "base")):
-        with pytest.raises(CheckpointError, match=road):
-            call()
+    assert_refused(tmp_path / "base", adapter, road)
     merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", dequantize=True)
     with torch.no_grad():
         assert (load(tmp_path / "out")(TOKENS).logits - model(TOKENS).logits).abs().max() < 1
@@ -149,9 +153,7 @@ def test_experts_in_lists_of_packed_layers_are_refused(tmp_path: Path) -> None:
     refused = r"codes of bitsandbytes \(model.layers.0.mlp.experts.\w+_projs.\d.weight.*Load the base that it was"
     [found] = check_checkpoint(tmp_path / "codes").findings
     assert re.search(refused, found.message)
-    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "codes"), lambda: planned(tmp_path / "codes")):
-        with pytest.raises(CheckpointError, match=refused):
-            call()
+    assert_refused(tmp_path / "codes", adapter, refused)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -178,9 +180,7 @@ def test_experts_in_codes_of_their_own_layers_are_refused_where_a_model_holds_th
     refused = rf"codes of {method} \(model\.layers\.0\.mlp\.experts\..* at random: 12 tensors. Load the base"
     [found] = check_checkpoint(tmp_path / "codes").findings
     assert re.search(refused, found.message)
-    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "codes"), lambda: planned(tmp_path / "codes")):
-        with pytest.raises(CheckpointError, match=refused):
-            call()
+    assert_refused(tmp_path / "codes", adapter, refused)
     road = {"quantization_config": packing("nf4")}
     assert load_peft_on_rank(adapter, tmp_path / "plain", base_kwargs=road).load_report.ok
     made: Any = Qwen3MoeConfig.from_pretrained(tmp_path / "codes")

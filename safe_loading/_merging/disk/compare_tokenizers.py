@@ -6,10 +6,19 @@ What a model sees of it are the ids of words and the order in which words are bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.tokenizer_ids import FAST, SETTINGS, SPECIAL_MAP, WITH_IDS, parsed, words_of
+from safe_loading._checkpoint.tokenizer_ids import (
+    FAST,
+    SETTINGS,
+    SPECIAL_MAP,
+    WITH_IDS,
+    Contents,
+    all_words_of,
+    merges_of,
+    parsed,
+)
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
 
@@ -19,7 +28,6 @@ _WHOLE = (FAST, "vocab.json")  # hold all words; the others only those that were
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token")
 _NAMED = 3
 
-Contents = Mapping[str, bytes]
 NAMES = (*WITH_IDS, SETTINGS, SPECIAL_MAP, *_MODELS)
 
 
@@ -42,7 +50,7 @@ def special_words(right: Contents, own: Contents) -> Iterator[str]:
 
 
 def _differences(right: Contents, own: Contents) -> Iterator[str]:
-    words, found = _words_of(right), _words_of(own)
+    words, found = all_words_of(right), all_words_of(own)
     moved = [word for word, number in words.items() if found.get(word, number) != number]
     is_whole = [any(name in contents for name in _WHOLE) for contents in (right, own)]
     lost = [word for word in words if word not in found] if all(is_whole) else []
@@ -65,17 +73,8 @@ def _listed(named: Sequence[str], count: int) -> str:
     return ", ".join(named) + (f" and {count - len(named)} more" if count > len(named) else "")
 
 
-def _words_of(contents: Contents) -> dict[str, int]:
-    return dict(pair for name in (*WITH_IDS, SETTINGS) for pair in words_of(contents.get(name)))
-
-
 def _merges_of(contents: Contents) -> list[str] | None:
-    """Return the merges of a tokenizer's model, in their order; None where its file names none."""
-    model = (parsed(contents.get(FAST), FAST) or {}).get("model")
-    merges = model.get("merges") if isinstance(model, dict) else None
-    if not isinstance(merges, list):
-        return None
-    return [each if isinstance(each, str) else " ".join(map(str, each)) for each in merges]
+    return merges_of((parsed(contents.get(FAST), FAST) or {}).get("model"))
 
 
 def _settings_of(contents: Contents) -> JsonObject:

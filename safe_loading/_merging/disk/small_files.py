@@ -20,8 +20,8 @@ from safe_loading._checkpoint.tokenizer_ids import (
     has_same_words,
     inline_template,
     is_of_newer_form,
-    is_same_tokenizer,
     parsed,
+    says_the_same,
 )
 from safe_loading._checkpoint.trained_beside import MODULES, in_modules, module_folders, modules_in
 from safe_loading._core.protocols import JsonObject
@@ -120,7 +120,8 @@ def _choose_tokenizer(
     if choice == "base" or not differ:
         return ours, [_left(adapter, differ)] if differ else []
     own, other = _contents(ours), _contents(theirs)
-    if choice is None and is_same_tokenizer(own, other):
+    same_words = has_same_words(own, other)
+    if choice is None and same_words and says_the_same(own, other):
         return ours, []
     why = "they differ from the base's, and the adapter was trained with them"
     if not any(is_tokenizer(name) for name in ours):
@@ -133,7 +134,7 @@ def _choose_tokenizer(
     if any(not is_template(name) for name in theirs):
         own_template = _has_template(theirs)
         # other files with the same words, which programs read that do not know tokenizer.json, stay true
-        own_words = any(map(is_vocabulary, theirs)) and not has_same_words(own, other)
+        own_words = any(map(is_vocabulary, theirs)) and not same_words
         kept = {
             name: path
             for name, path in ours.items()

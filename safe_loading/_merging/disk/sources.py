@@ -15,6 +15,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._checkpoint.sha256sums import SUMS
 from safe_loading._checkpoint.signing_manifest import MANIFEST
+from safe_loading._checkpoint.tokenizer_ids import FAST, SETTINGS, SPECIAL_MAP, TEMPLATES
 from safe_loading._checkpoint.trained_beside import MODULES, in_modules, module_folders, module_names, trained_beside
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
@@ -32,9 +33,8 @@ from safe_loading.errors import ArgumentError
 
 from .base import MergeBase, open_base
 
-_TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
 _VOCABULARIES = {"vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model"}
-_TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"}
+_TOKENIZER = {FAST, SETTINGS, SPECIAL_MAP, "added_tokens.json", "tekken.json"}
 
 # Other formats of the same weights, what training left, and what describes an adapter, other bytes or an earlier merge.
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
@@ -191,7 +191,7 @@ def is_vocabulary(name: str) -> bool:
 
 def is_template(name: str) -> bool:
     """Return whether a file is a chat template."""
-    return name in _TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
+    return name in TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
 
 
 def _belongs(name: str, modules: Collection[str] = ()) -> bool:

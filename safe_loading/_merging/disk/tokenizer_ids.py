@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
-from safe_loading._checkpoint.tokenizer_ids import SETTINGS, SPECIAL_MAP, WITH_IDS, parsed, rows_of, words_of
+from safe_loading._checkpoint.tokenizer_ids import (
+    SETTINGS,
+    SPECIAL_MAP,
+    WITH_IDS,
+    all_words_of,
+    parsed,
+    rows_of,
+    words_of,
+)
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
@@ -53,7 +61,7 @@ def end_findings(sources: MergeSources, files: Mapping[str, bytes]) -> list[Find
     before = {name: content for name in (SETTINGS, SPECIAL_MAP) if (content := _of_base(sources, name)) is not None}
     if word is None or word == _last_word(before):
         return []
-    number = dict(pair for name in (*WITH_IDS, SETTINGS) for pair in words_of(files.get(name))).get(word)
+    number = all_words_of(files).get(word)
     entries = (
         (name, (parsed(files.get(name), name) or {}).get("eos_token_id")) for name in (GENERATION_CONFIG, CONFIG)
     )
