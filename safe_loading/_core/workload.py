@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import json
-import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,20 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from safe_loading.errors import ArgumentError
 
 from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
-from .workload_problems import problems_of_flags, problems_of_grpo
+from .workload_problems import SOUGHT, checked_numbers, is_count
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import TrainingArguments
 
 # "evaluate" is what a training runs in between, of which a trace makes a step of its own
 Kind = Literal["weights_only", "generate", "train", "evaluate"]
 Reference = Literal["model", "adapter_off"]
-REFERENCES = ("model", "adapter_off")
-AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
-_SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
-MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation", "eval_batch_size")
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,7 +254,7 @@ class Workload:
             ArgumentError: A number that is not a positive integer, or an unknown name.
         """
         numbers = {"prompt_length": prompt_length, "completion_length": completion_length}
-        wrong = [f"{name}={value!r}" for name, value in numbers.items() if not _is_count(value)]
+        wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_count(value)]
         if wrong:
             raise ArgumentError("Workload.grpo needs integers, 1 or more:", wrong)
         return Workload.train(
@@ -276,6 +271,34 @@ class Workload:
             steps_per_generation=gradient_accumulation_steps if steps_per_generation is None else steps_per_generation,
             old_log_probs=old_log_probs,
         )
+
+    @staticmethod
+    def from_training_args(
+        args: TrainingArguments,
+        sequence_length: int | None = None,
+        adapter: PeftConfig | str | os.PathLike[str] | None = None,
+    ) -> Workload:
+        """The step that a Trainer runs with these arguments, or a trainer of trl's with its config.
+
+        Micro-batches, precision, checkpointing, the optimizer, smoothed labels and the evaluation are those that the
+        arguments say, defaults included: of trl's for example bfloat16, checkpointing, and its fused LM head. A pair of
+        preferences is two rows. How a job is spread (``fsdp=``, ``deepspeed=``) is for the ``spread=`` of a forecast.
+
+        Args:
+            args: ``TrainingArguments``, or trl's ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``RewardConfig`` or
+                ``GRPOConfig``.
+            sequence_length: Tokens of the longest row; by default the ``max_length`` of trl's configs. Of GRPO those of
+                prompt and completion, which its config does not say.
+            adapter: As for `train`. With one the reference of DPO, KTO and GRPO is the base without it, and else a copy
+                of the model: ``.replace(reference="adapter_off")`` for a model that has its adapter already.
+
+        Raises:
+            ArgumentError: An argument that no workload says, such as ``packing=True``, an optimizer that is not known,
+                or no length.
+        """
+        from .training_args import step_of  # whoever places a model has no trainer
+
+        return Workload.train(**step_of(args, sequence_length, adapter))
 
     @property
     def generated_rows(self) -> int:
@@ -312,7 +335,7 @@ class Workload:
         """Refuse a workload of which a size is still to be found."""
         if self.kind == "weights_only":
             return
-        for name, verb in _SOUGHT.items():
+        for name, verb in SOUGHT.items():
             if getattr(self, name) == 0:
                 raise ArgumentError(f"{self} leaves {name} open: pass a number, or let {verb} find it.")
 
@@ -356,10 +379,19 @@ class Workload:
         made_by = "train" if self.kind == "evaluate" else self.kind
         for name, parameter in inspect.signature(getattr(Workload, made_by)).parameters.items():
             value = getattr(self, name)
-            value = None if value == 0 and name in (*_SOUGHT, "context_length") else value
+            value = None if value == 0 and name in (*SOUGHT, "context_length") else value
             if value is not parameter.default and value != parameter.default:
                 words.append(f"{name}={value.__name__ if isinstance(value, type) else _written(value)}")
         return f"Workload.{made_by}({', '.join(words)})"
+
+
+def require_workload(given: object, such_as: str) -> Workload:
+    """Return the workload that an argument is, or raise `ArgumentError` with one such as this."""
+    if isinstance(given, Workload):
+        return given
+    if hasattr(given, "per_device_train_batch_size"):
+        raise ArgumentError(f"workload is a {type(given).__name__}: pass Workload.from_training_args(args).")
+    raise ArgumentError(f"workload={given!r:.80}: pass a Workload, for example {such_as}.")
 
 
 def _written(value: object) -> str:
@@ -394,52 +426,5 @@ def _class_in(package: str, name: str) -> type[Any]:
     return found
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _checked(workload: Workload) -> Workload:
-    """Return the workload with its numbers as ``int``, or raise an error that lists everything wrong with it."""
-    if workload.kind == "weights_only":
-        return workload
-    problems: list[str] = []
-    numbers: dict[str, Any] = {}
-    written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least: dict[str, int] = dict.fromkeys(_MAY_BE_ZERO, 0)
-    for name in ("batch_size", "sequence_length", "gradient_accumulation_steps", *least):
-        value, low = getattr(workload, name), least.get(name, 1)
-        # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = low - 1
-        if value is None and name in _SOUGHT:
-            number = 0
-        elif isinstance(value, bool) or number < low:
-            problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
-        numbers[name] = number
-    if numbers["decode_steps"] > MOST_DECODED:
-        length = numbers["sequence_length"] + numbers["decode_steps"] - MOST_DECODED
-        problems.append(
-            f"decode_steps={numbers['decode_steps']}: each step is traced, and {MOST_DECODED} at most. The cache of a "
-            f"long prompt is as large: pass context_length={length} and decode_steps={MOST_DECODED}."
-        )
-    problems += problems_of_flags(workload)
-    problems += problems_of_grpo(workload)
-    for name, words in (("reference", REFERENCES), ("autocast", AUTOCAST)):
-        if getattr(workload, name) not in (None, *words):
-            problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")
-    known = isinstance(workload.optimizer, type) or (
-        isinstance(workload.optimizer, str) and workload.optimizer in OPTIMIZERS
-    )
-    if not known:
-        problems.append(f"optimizer={workload.optimizer!r}: one of {sorted(OPTIMIZERS)}, or a torch.optim class.")
-    adapter = workload.adapter
-    if not (adapter is None or isinstance(adapter, (str, os.PathLike)) or hasattr(adapter, "peft_type")):
-        kind = type(adapter).__name__
-        problems.append(
-            f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
-        )
-    if problems:
-        raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
-    return dataclasses.replace(workload, **numbers)
+    return dataclasses.replace(workload, **checked_numbers(workload))

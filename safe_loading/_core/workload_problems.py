@@ -1,9 +1,19 @@
-"""Problems of a workload's fields, as its constructors refuse them: flags, and the words of GRPO. Imports no torch."""
+"""Problems of a workload's fields, which its constructors refuse all at once. Imports no torch."""
 
 from __future__ import annotations
 
+import operator
+import os
 from typing import Any
 
+from safe_loading.errors import ArgumentError
+
+from .optimizer_rules import OPTIMIZERS
+
+SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
+MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
+_WORDS = {"reference": ("model", "adapter_off"), "autocast": ("bfloat16", "float16")}
+_MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation", "eval_batch_size")
 _FLAGS = (
     "gradient_checkpointing",
     "labels",
@@ -16,7 +26,64 @@ _FLAGS = (
 )
 
 
-def problems_of_flags(workload: Any) -> list[str]:
+def is_count(value: object) -> bool:
+    """Whether a value is an integer from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def checked_numbers(workload: Any) -> dict[str, Any]:
+    """Return the numbers of a workload as ``int``, or raise an error that lists everything wrong with it."""
+    if workload.kind == "weights_only":
+        return {}
+    numbers, problems = _numbers(workload)
+    problems += [*_problems_of_flags(workload), *_problems_of_grpo(workload)]
+    for name, words in _WORDS.items():
+        if getattr(workload, name) not in (None, *words):
+            problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")
+    known = isinstance(workload.optimizer, type) or (
+        isinstance(workload.optimizer, str) and workload.optimizer in OPTIMIZERS
+    )
+    if not known:
+        problems.append(f"optimizer={workload.optimizer!r}: one of {sorted(OPTIMIZERS)}, or a torch.optim class.")
+    adapter = workload.adapter
+    if not (adapter is None or isinstance(adapter, (str, os.PathLike)) or hasattr(adapter, "peft_type")):
+        kind = type(adapter).__name__
+        problems.append(
+            f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
+        )
+    if problems:
+        raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
+    return numbers
+
+
+def _numbers(workload: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the numbers of a workload as ``int``, 0 where one is to be found, and their problems."""
+    problems: list[str] = []
+    numbers: dict[str, Any] = {}
+    written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
+    least: dict[str, int] = dict.fromkeys(_MAY_BE_ZERO, 0)
+    for name in ("batch_size", "sequence_length", "gradient_accumulation_steps", *least):
+        value, low = getattr(workload, name), least.get(name, 1)
+        # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = low - 1
+        if value is None and name in SOUGHT:
+            number = 0
+        elif isinstance(value, bool) or number < low:
+            problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
+        numbers[name] = number
+    if numbers["decode_steps"] > MOST_DECODED:
+        length = numbers["sequence_length"] + numbers["decode_steps"] - MOST_DECODED
+        problems.append(
+            f"decode_steps={numbers['decode_steps']}: each step is traced, and {MOST_DECODED} at most. The cache of a "
+            f"long prompt is as large: pass context_length={length} and decode_steps={MOST_DECODED}."
+        )
+    return numbers, problems
+
+
+def _problems_of_flags(workload: Any) -> list[str]:
     """Return the problems of the fields that are on or off."""
     flags = {name: getattr(workload, name) for name in _FLAGS}
     wrong = {n: f for n, f in flags.items() if not isinstance(f, bool) and (n, f) != ("fused_lm_head", "liger")}
@@ -30,7 +97,7 @@ def problems_of_flags(workload: Any) -> list[str]:
     return problems
 
 
-def problems_of_grpo(workload: Any) -> list[str]:
+def _problems_of_grpo(workload: Any) -> list[str]:
     """Return the problems of a step of GRPO, whose rows are prompts with their completions."""
     if not workload.completion_length:
         extra = workload.steps_per_generation or workload.old_log_probs

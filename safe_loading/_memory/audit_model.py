@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import Finding, worst_first
-from safe_loading._core.workload import Workload
+from safe_loading._core.workload import Workload, require_workload
 from safe_loading._loading.peft_config import refuse_costly_patterns
 from safe_loading._model.quantized.kbit_preparation import (
     KbitPreparation,
@@ -207,10 +207,8 @@ def _round_trip(audited: AuditedModel, skipped: list[str]) -> list[Finding]:
 def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:
     """Raise for an argument that is none of the things it may be."""
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
-    if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
-    if isinstance(workload, Workload):
-        workload.require_sizes()
+    if workload is not None:
+        require_workload(workload, "Workload.train(4, 1024)").require_sizes()
     if isinstance(model, torch.nn.Module):
         refuse_split(model)
     if quantization_config is not None and isinstance(model, torch.nn.Module):

@@ -12,7 +12,7 @@ from safe_loading._core.cards import card_memory
 from safe_loading._core.log import logger
 from safe_loading._core.report import format_bytes
 from safe_loading._core.search import Curve
-from safe_loading._core.workload import Workload
+from safe_loading._core.workload import Workload, require_workload
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
 from .forecast.options import ForecastOptions
@@ -57,8 +57,7 @@ def largest_micro_batch(
         ArgumentError: An argument cannot be read.
         TraceError: As for `predict_memory`.
     """
-    if not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(None, 1024).")
+    workload = require_workload(workload, "Workload.train(None, 1024)")
     whole = card_memory(max_memory, cast("dict[str, Any]", options))
     card = whole - vllm_bytes(whole, vllm_gpu_memory_utilization)
     if workload.kind == "weights_only":

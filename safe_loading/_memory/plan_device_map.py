@@ -15,7 +15,7 @@ from safe_loading._core.arguments import compute_capability
 from safe_loading._core.engine_names import PLAN, PlanNames
 from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, Size, parse_device, parse_limits, parse_size
 from safe_loading._core.report import Finding
-from safe_loading._core.workload import Workload
+from safe_loading._core.workload import Workload, require_workload
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.layout.source_model import ModelSource, model_of
 from safe_loading._model.positions import long_rows
@@ -226,10 +226,9 @@ def _check_choices(objective: str, offload: str) -> None:
 
 
 def _checked_workload(workload: object) -> Workload:
-    if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
     if workload is None:
         return Workload.weights_only()
+    workload = require_workload(workload, "Workload.generate(1, 4096)")
     workload.require_sizes()
     return with_read_adapter(workload)
 

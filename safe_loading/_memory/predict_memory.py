@@ -19,7 +19,7 @@ from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability, model_source, whole_number
 from safe_loading._core.collector import full_collections_put_off
 from safe_loading._core.spread import Spread
-from safe_loading._core.workload import Workload
+from safe_loading._core.workload import Workload, require_workload
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.positions import long_rows
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation, check_preparation
@@ -138,9 +138,7 @@ def predict_memory(
     """
     passed = dict(locals())
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
-    if not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
-    workload.require_sizes()
+    require_workload(workload, "Workload.train(4, 1024)").require_sizes()
     if capability is not None:
         compute_capability(capability)
     _check_inputs_and_loading(inputs, loaded_by, context_bytes)

@@ -6,6 +6,7 @@ _ADVISED = "core/test_core_advice.py::"
 _READ = f"{_ADVISED}test_an_argument_is_read_once_the_advice_is_taken"
 _SEVERAL = "commands/test_commands_predict.py::test_several_cards_are_named_by_their_number"
 _CARD = f"{_ADVISED}test_the_memory_of_a_card_and_one_type_of_accelerators"
+_ARGS = "core/test_training_args.py::test_what_no_workload_says_is_listed_and_is_read_as_advised"
 _DECODED = "core/test_workload.py::test_steps_beyond_the_limit_are_a_longer_prompt"
 _ENGINES = "core/test_engines.py::test_engines_that_are_new_enough_are_used"
 
@@ -48,11 +49,21 @@ TAKEN: dict[str, dict[str, str]] = {
         "name it once": _READ,
     },
     "_core/paths.py": {"pass a path": _READ, "pass the folder that its save_pretrained": _READ},
+    "_core/training_args.py": {
+        "pass TrainingArguments, or": _ARGS,
+        "pass Workload.train(1, N), and": _ARGS,
+        "set it to False": _ARGS,
+        "pass sequence_length=": _ARGS,
+        "pass the tokens of both": _ARGS,
+    },
     "_core/workload.py": {
         "pass a number, or let {} find it": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
-        "pass context_length={} and decode_steps=": _DECODED,
+        "pass Workload.from_training_args": "core/test_training_args.py::"
+        "test_a_verb_that_is_given_the_arguments_names_the_call",
+        "pass a Workload": "memory/test_memory_advice.py::test_a_call_works_once_the_advice_is_taken",
     },
     "_core/workload_problems.py": {
+        "pass context_length={} and decode_steps=": _DECODED,
         "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
         "pass completion_length= too": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",
         "pass fused_lm_head=True": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",

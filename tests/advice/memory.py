@@ -124,7 +124,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "make one model of all": f"{_OWN}test_two_models_of_different_classes_become_one",
         "put the wrapper's code": "memory/test_audit_wrappers.py::test_one_finding_for_each_wrapper_at_any_depth",
     },
-    "_memory/audit_model.py": {"pass a Workload": VALUES, "pass a torch optimizer": VALUES},
+    "_memory/audit_model.py": {"pass a torch optimizer": VALUES},
     "_memory/forecast/report.py": {
         "Call predict_memory here": "memory/test_forecast_suggestions.py::test_a_forecast_keeps_no_model_alive"
     },
@@ -150,7 +150,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/forecast/idle_parts.py": {"pass inputs= if": "memory/test_idle_parts.py::test_with_images_the_tower_runs"},
     "_memory/forecast/vllm_share.py": {"pass a part of the card": VALUES},
     "_memory/largest_micro_batch.py": {
-        "pass a Workload": VALUES,
         "Pass Workload.train": _CALL,
         ", or train an adapter": f"{_ADVISED}test_a_row_that_is_too_much_is_made_to_fit",
     },
@@ -184,7 +183,6 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/plan_device_map.py": {
         "name it in nodes": _CALL,
-        "pass a Workload": _CALL,
         "add {0": _CALL,
         "pass a list of class names": _CALL,
         "pass the cards of each node": _CALL,
@@ -195,7 +193,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/predict_memory.py": {
         "pass a number, or let fewest_ranks": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
         "Pass it as it is before it is sharded": "memory/test_forecast_spread.py::test_the_forecast_of_a_job",
-        "pass a Workload": VALUES,
         "pass tensors by argument name": _CALL,
         'pass "to" or "device_map"': _CALL,
         "pass a Spread": _CALL,

@@ -12,7 +12,7 @@ from allocator import peak_above_start
 from allocator_truth import above_start
 from models import tokenizer
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from safe_loading import Workload, audit_model
 from safe_loading._memory.trace import fused_lm_head
@@ -20,6 +20,7 @@ from safe_loading._memory.trace.trace_step import trace_step
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+OF_SCORES = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
 ROWS, TOKENS = 4, 64
 
 
@@ -115,3 +116,50 @@ def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
     smoothed = step.replace(fused_lm_head=True, label_smoothing=True)  # with logits, and once more for the metrics
     assert report(trl.SFTTrainer, label_smoother=print).forecast.workload == smoothed
     assert not report(trl.RewardTrainer).forecast.workload.fused_lm_head
+
+
+def trainers(trl: Any, folder: Path, adapter: LoraConfig | None, **said: Any) -> dict[str, Any]:
+    """Return a trainer of each of trl's kinds that need no sampling, with an evaluation between its steps."""
+    words = [" ".join(f"w{number}" for number in range(3, 9))] * 4
+    pairs = {"prompt": words, "chosen": words, "rejected": words[::-1]}
+    scoring = LlamaForSequenceClassification(LlamaConfig(**CONFIG.to_diff_dict(), num_labels=1))
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "SFT": (made(), {"text": words}),
+        "DPO": (made(), pairs),
+        "KTO": (made(), {"prompt": words, "completion": words, "label": [True, False] * 2}),
+        "Reward": (scoring, {name: pairs[name] for name in ("chosen", "rejected")}),
+    }
+    found = {}
+    for kind, (model, columns) in kinds.items():
+        args = getattr(trl, f"{kind}Config")(**options(folder), max_length=TOKENS, eval_strategy="epoch", **said)
+        given = {"ref_model": made()} if kind in ("DPO", "KTO") and adapter is None else {}
+        rows, trainer = table(columns), getattr(trl, f"{kind}Trainer")
+        found[kind] = trainer(
+            model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=tokenizer(),
+            peft_config=OF_SCORES if adapter is not None and kind == "Reward" else adapter,
+            **given,
+        )
+    return found
+
+
+@pytest.mark.parametrize("adapter", [None, LORA])
+def test_the_arguments_say_what_the_audit_of_their_trainer_reads(
+    trl: Any, tmp_path: Path, adapter: LoraConfig | None
+) -> None:
+    for kind, trainer in trainers(trl, tmp_path, adapter, per_device_eval_batch_size=2).items():
+        said = Workload.from_training_args(trainer.args, adapter=adapter)
+        trained, evaluated = (
+            next(iter(loader))["input_ids"]
+            for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader())
+        )
+        assert (said.batch_size, said.eval_batch_size) == (len(trained), len(evaluated)), kind
+        step = Workload.train(
+            said.batch_size, TOKENS, gradient_checkpointing=said.gradient_checkpointing, optimizer=said.optimizer
+        )
+        found = audit_model(trainer.model, step, trainer).forecast
+        assert found is not None
+        assert found.workload == said.replace(adapter=None), kind

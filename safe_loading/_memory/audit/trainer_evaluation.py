@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from safe_loading._core.training_args import evaluation_rows
 from safe_loading._core.workload import Workload
 
 _OF_OTHER_ROWS = (
@@ -42,9 +43,5 @@ def with_evaluation_of(
 
 def _rows_of(trainer: Any) -> int:
     """Return the rows of a batch of the evaluation on one device; 0 where a Trainer runs none between steps."""
-    arguments: Any = getattr(trainer, "args", None)
-    strategy = getattr(arguments, "eval_strategy", "no")
-    rows = getattr(arguments, "per_device_eval_batch_size", 0)
-    if getattr(strategy, "value", strategy) not in ("steps", "epoch") or not isinstance(rows, int):
-        return 0
-    return rows if getattr(trainer, "eval_dataset", None) is not None else 0
+    evaluates = getattr(trainer, "eval_dataset", None) is not None
+    return evaluation_rows(getattr(trainer, "args", None)) if evaluates else 0

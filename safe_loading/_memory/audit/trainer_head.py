@@ -8,6 +8,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from safe_loading._core.training_args import samples_of
 from safe_loading._core.workload import Workload
 from safe_loading._model.peft_layers import base_of
 
@@ -36,7 +37,9 @@ def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Work
     if not takes or own_loss:
         return workload
     if _is_fused(trainer):
-        return workload.replace(fused_lm_head=True, **_samples_of(trainer, workload))
+        return workload.replace(
+            fused_lm_head=True, **samples_of(getattr(trainer, "args", None), workload.sequence_length)
+        )
     patched = not workload.fused_lm_head and _is_of_liger(trainer, model)
     return workload.replace(fused_lm_head="liger") if patched else workload
 
@@ -48,22 +51,6 @@ def _smoothes(trainer: Any) -> bool:
     kinds = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"}
     likelihood = getattr(getattr(trainer, "args", None), "loss_type", "nll") == "nll"
     return not kinds or ("SFTTrainer" in kinds and likelihood)
-
-
-def _samples_of(trainer: Any, workload: Workload) -> dict[str, Any]:
-    """Return how a GRPOTrainer of trl makes its samples, in the fields of a workload; none for other trainers."""
-    arguments: Any = getattr(trainer, "args", None)
-    steps = getattr(arguments, "steps_per_generation", None)
-    if not isinstance(steps, int) or not any(kind.__name__ == "GRPOTrainer" for kind in type(trainer).__mro__):
-        return {}
-    by_vllm = getattr(arguments, "use_vllm", False) is True
-    corrected = by_vllm and bool(getattr(arguments, "vllm_importance_sampling_correction", False))
-    every = steps * getattr(arguments, "num_iterations", 1)
-    return {
-        "completion_length": min(arguments.max_completion_length, workload.sequence_length - 1),
-        "steps_per_generation": 0 if by_vllm else steps,
-        "old_log_probs": corrected or arguments.gradient_accumulation_steps % every != 0,
-    }
 
 
 def _is_fused(trainer: Any) -> bool:

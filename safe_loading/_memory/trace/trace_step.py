@@ -19,8 +19,8 @@ from safe_loading._core.interrupts import signals_held, undone
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._core.walk import hidden_modules, hidden_parts
 from safe_loading._core.workload import Workload
+from safe_loading._model.formats.registry import kernel_stand_ins
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
-from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import TorchSwitches
 from safe_loading._ranks.default_device import tensors_on_host

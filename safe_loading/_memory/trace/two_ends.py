@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from safe_loading._core.workload import MOST_DECODED, Workload
+from safe_loading._core.workload import Workload
+from safe_loading._core.workload_problems import MOST_DECODED
 from safe_loading.errors import ArgumentError, TraceError
 
 from .ledger import device_traces

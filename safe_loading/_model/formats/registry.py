@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -44,6 +45,16 @@ def format_named(method: object) -> Format | None:
 def is_decoded_at_forward(module: torch.nn.Module) -> bool:
     """Return whether a layer holds codes that become a plain weight at the model's first forward pass."""
     return any(each.decoded_at_forward(module) for each in FORMATS.values())
+
+
+@contextlib.contextmanager
+def kernel_stand_ins() -> Iterator[None]:
+    """Inside, the kernels of the quantized layers of transformers allocate, and compute nothing."""
+    with contextlib.ExitStack() as stack:
+        for each in FORMATS.values():
+            for replaced in each.kernels():
+                stack.enter_context(replaced)
+        yield
 
 
 def method_of_dtype(dtype: str) -> str:

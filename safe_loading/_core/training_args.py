@@ -1,0 +1,127 @@
+"""The step that the arguments of a Trainer say, or those of one of trl's trainers. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+from safe_loading.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig")  # of trl, read in 1.16
+_OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
+_WITH_REFERENCE = ("DPOConfig", "KTOConfig", "GRPOConfig")
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
+_SET_IT = "set it to False on a copy of the arguments"
+_NOT_COUNTED = {
+    "packing": "rows follow one another in one: pass Workload.train(1, N), and inputs= with their position_ids.",
+    "padding_free": "rows follow one another in one: pass Workload.train(1, N), and inputs= with their position_ids.",
+    "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
+    f"more.",
+    "use_liger_kernel": f"which layers it replaces depends on the model: {_SET_IT}, which takes more.",
+    "torch_compile": f"a forecast runs the model's own code: {_SET_IT}.",
+}
+
+
+def step_of(
+    args: Any, sequence_length: int | None, adapter: PeftConfig | str | os.PathLike[str] | None
+) -> dict[str, Any]:
+    """Return the arguments of ``Workload.train`` for the step of a trainer with these arguments."""
+    classes = _classes(args)
+    if not hasattr(args, "per_device_train_batch_size"):
+        raise ArgumentError(f"args is a {type(args).__name__}: pass TrainingArguments, or a config of trl's.")
+    length = getattr(args, "max_length", None) if sequence_length is None else sequence_length
+    problems = _problems(args, classes, length)
+    if problems:
+        raise ArgumentError("Workload.from_training_args cannot be sure of these:", problems)
+    # trl's other trainers have losses of their own, which read no smoothed labels
+    smoothes = _trl_class(args) is None or ("SFTConfig" in classes and args.loss_type == "nll")
+    return {
+        "batch_size": args.per_device_train_batch_size * rows_of_example(args),
+        "sequence_length": length,
+        "gradient_checkpointing": next(bool(getattr(args, name)) for name in _CHECKPOINTING if hasattr(args, name)),
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "adapter": adapter,
+        "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "use_cache": bool(getattr(args, "use_cache", False)),
+        "fused_lm_head": _has_fused_head(args),
+        "reference": _reference(args, classes, adapter is not None),
+        "eval_batch_size": evaluation_rows(args),
+        "label_smoothing": smoothes and args.label_smoothing_factor > 0,
+        **samples_of(args, cast("int", length)),
+    }
+
+
+def rows_of_example(args: object) -> int:
+    """Return how many rows of a batch trl makes of one example: two of a pair of preferences."""
+    return 2 if _classes(args).intersection(_OF_PAIRS) else 1
+
+
+def evaluation_rows(args: object) -> int:
+    """Return the rows of a batch of the evaluation between steps on one device; 0 where there is none."""
+    strategy = getattr(args, "eval_strategy", "no")
+    examples = getattr(args, "per_device_eval_batch_size", 0)
+    if getattr(strategy, "value", strategy) not in ("steps", "epoch") or not isinstance(examples, int):
+        return 0
+    return 0 if "GRPOConfig" in _classes(args) else examples * rows_of_example(args)
+
+
+def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:
+    """Return how GRPO makes its samples, in the fields of a workload; nothing for other arguments."""
+    if "GRPOConfig" not in _classes(args):
+        return {}
+    by_vllm = args.use_vllm is True
+    corrected = by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False))
+    every = args.steps_per_generation * args.num_iterations
+    return {
+        "completion_length": min(args.max_completion_length, sequence_length - 1),
+        "steps_per_generation": 0 if by_vllm else args.steps_per_generation,
+        "old_log_probs": corrected or args.gradient_accumulation_steps % every != 0,
+    }
+
+
+def _problems(args: Any, classes: set[str], length: object) -> list[str]:
+    """Return the arguments that no workload says, and those that say nothing of a size."""
+    problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
+    name, of_trl = type(args).__name__, _trl_class(args)
+    if of_trl is not None and of_trl.__name__ not in _KNOWN:  # also where it is made from one of these
+        problems.append(f"{name} is of a trainer whose step is not known: describe the step with Workload.train.")
+    if length is None:
+        problems.append(f"{name} says no length of rows: pass sequence_length=.")
+    elif "GRPOConfig" in classes and isinstance(length, int) and length <= args.max_completion_length:
+        more = args.max_completion_length + 512
+        problems.append(
+            f"sequence_length={length} leaves no prompt beside max_completion_length={args.max_completion_length}: "
+            f"pass the tokens of both, such as {more} for prompts of 512."
+        )
+    return problems
+
+
+def _reference(args: Any, classes: set[str], adapted: bool) -> str | None:
+    """Return the reference that trl runs, which with an adapter is the base without it."""
+    before = getattr(args, "precompute_ref_log_probs", False)
+    if not classes.intersection(_WITH_REFERENCE) or before or ("GRPOConfig" in classes and args.beta == 0.0):
+        return None
+    return "adapter_off" if adapted else "model"
+
+
+def _has_fused_head(args: object) -> bool:
+    """Whether the trainer that takes these arguments gives the model trl's fused head."""
+    of_trl = _trl_class(args)
+    if of_trl is None:
+        return False
+    trainer = importlib.import_module(of_trl.__module__.removesuffix("_config") + "_trainer")
+    return hasattr(trainer, "add_fused_lm_head")
+
+
+def _trl_class(args: object) -> type | None:
+    """Return the class of trl that some arguments are of, or are made from; None for the Trainer's own."""
+    return next((kind for kind in type(args).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)
+
+
+def _classes(args: object) -> set[str]:
+    return {kind.__name__ for kind in type(args).__mro__}

@@ -1,0 +1,140 @@
+"""The workload of a trainer's arguments: a Trainer's own, and those of trl's trainers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from transformers import LlamaConfig, TrainingArguments
+
+from safe_loading import (
+    ArgumentError,
+    Workload,
+    audit_model,
+    largest_micro_batch,
+    plan_device_map,
+    predict_memory,
+)
+
+LORA = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
+
+
+@pytest.fixture
+def trl() -> Any:
+    return pytest.importorskip("trl", minversion="1.16", reason="this trl has other defaults")
+
+
+def plain(folder: Path, **said: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), use_cpu=True, report_to=[], **said)
+
+
+def test_the_arguments_of_a_trainer(tmp_path: Path) -> None:
+    assert Workload.from_training_args(plain(tmp_path), 64) == Workload.train(8, 64)
+    said = plain(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+        bf16=True,
+        optim="adamw_bnb_8bit",
+        eval_strategy="epoch",
+        label_smoothing_factor=0.1,
+    )
+    assert Workload.from_training_args(said, 128, LORA) == Workload.train(
+        2,
+        128,
+        gradient_checkpointing=True,
+        optimizer="adamw_8bit",
+        adapter=LORA,
+        autocast="bfloat16",
+        gradient_accumulation_steps=4,
+        eval_batch_size=8,
+        label_smoothing=True,
+    )
+    assert Workload.from_training_args(plain(tmp_path, optim="adamw_torch"), 64).optimizer == "adamw_foreach"
+    if hasattr(said, "activation_checkpointing"):
+        assert Workload.from_training_args(plain(tmp_path, activation_checkpointing=True), 64).gradient_checkpointing
+    cached = plain(tmp_path, use_cache=True)
+    assert Workload.from_training_args(cached, 64) == Workload.train(8, 64, use_cache=True)
+
+
+class OfAScript(TrainingArguments):
+    """Arguments as scripts make them, with fields of their own."""
+
+    max_length: int = 32
+
+
+def test_a_class_that_a_script_makes_is_read_too(tmp_path: Path) -> None:
+    assert Workload.from_training_args(OfAScript(str(tmp_path), use_cpu=True)) == Workload.train(8, 32)
+
+
+def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+    usual: dict[str, Any] = {"gradient_checkpointing": True, "autocast": "bfloat16"}
+    fused = {**usual, "fused_lm_head": True}
+    read = Workload.from_training_args
+    assert read(trl.SFTConfig(**given)) == Workload.train(8, 1024, **fused)
+    smoothed = trl.SFTConfig(**given, label_smoothing_factor=0.1)
+    assert read(smoothed) == Workload.train(8, 1024, **fused, label_smoothing=True)
+    dft = trl.SFTConfig(**given, label_smoothing_factor=0.1, loss_type="dft")
+    assert not read(dft).label_smoothing
+    assert read(trl.RewardConfig(**given, eval_strategy="epoch")) == Workload.train(
+        16, 1024, **usual, eval_batch_size=16
+    )
+    for kind, rows in (("DPOConfig", 16), ("KTOConfig", 8)):
+        made = getattr(trl, kind)(**given, max_length=256)
+        assert read(made) == Workload.train(rows, 256, **fused, reference="model")
+        assert read(made, adapter=LORA).reference == "adapter_off"
+        before = getattr(trl, kind)(**given, precompute_ref_log_probs=True)
+        assert read(before).reference is None
+    sampled = {**usual, "gradient_accumulation_steps": 2}
+    grpo = {**given, "max_completion_length": 192, "gradient_accumulation_steps": 2}
+    assert read(trl.GRPOConfig(**grpo), 256, LORA) == Workload.grpo(8, 64, 192, adapter=LORA, **sampled)
+    again = trl.GRPOConfig(**grpo, beta=0.04, num_iterations=2, eval_strategy="epoch")
+    assert read(again, 256) == Workload.grpo(8, 64, 192, **sampled, reference="model", old_log_probs=True)
+
+
+def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+    args = trl.SFTConfig(
+        **given, packing=True, activation_offloading=True, use_liger_kernel=True, torch_compile=True, max_length=None
+    )
+    with pytest.raises(ArgumentError) as caught:
+        Workload.from_training_args(args)
+    names = ("packing", "activation_offloading", "use_liger_kernel", "torch_compile", "SFTConfig says no length")
+    assert [problem.partition("=")[0] for problem in caught.value.problems[:4]] == list(names[:4])
+    assert caught.value.problems[4].startswith(names[4])
+    simpler = copy.copy(args)
+    for name in names[1:4]:
+        assert "set it to False on a copy of the arguments" in str(caught.value)
+        setattr(simpler, name, False)
+    with pytest.raises(ArgumentError, match=r"pass Workload\.train\(1, N\), and inputs="):
+        Workload.from_training_args(simpler, sequence_length=64)
+    simpler.packing = False
+    assert Workload.from_training_args(simpler, sequence_length=64).sequence_length == 64
+
+    with pytest.raises(ArgumentError, match=r"512: pass the tokens of both, such as 1024 for prompts of 512"):
+        Workload.from_training_args(trl.GRPOConfig(**given), 512)
+    assert Workload.from_training_args(trl.GRPOConfig(**given), 1024).completion_length == 512
+
+    other = type("GKDConfig", (trl.SFTConfig,), {"__module__": "trl.experimental.gkd.gkd_config"})
+    with pytest.raises(ArgumentError, match=r"GKDConfig is of a trainer whose step is not known: describe the step"):
+        Workload.from_training_args(other(**given))
+    unknown: Any = object()
+    with pytest.raises(ArgumentError, match="args is a object: pass TrainingArguments"):
+        Workload.from_training_args(unknown)
+    with pytest.raises(ArgumentError, match=r"optimizer='galore_adamw': one of"):
+        Workload.from_training_args(plain(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"]), 64)
+
+
+def test_a_verb_that_is_given_the_arguments_names_the_call(tmp_path: Path) -> None:
+    args: Any = plain(tmp_path, per_device_train_batch_size=1)
+    for verb in (predict_memory, plan_device_map, audit_model, largest_micro_batch):
+        given: dict[str, Any] = {"max_memory": {0: "1GiB"}} if verb in (plan_device_map, largest_micro_batch) else {}
+        with pytest.raises(ArgumentError, match=r"a TrainingArguments: pass Workload\.from_training_args\(args\)"):
+            verb(CONFIG, workload=args, **given)
+    assert predict_memory(CONFIG, Workload.from_training_args(args, 16)).workload == Workload.train(1, 16)
