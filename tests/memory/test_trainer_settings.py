@@ -223,6 +223,7 @@ ON_CUDA = """
             tempfile.mkdtemp(), per_device_train_batch_size=ROWS, max_steps=3, report_to=[], save_strategy="no",
             disable_tqdm=True, **arguments,
         )
+        assert Workload.from_training_args(args, TOKENS) == work
         model = BertForMaskedLM(config)
         Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator).train()
         return [predicted.allocated_peak_bytes, torch.cuda.max_memory_allocated(0)]
