@@ -19,6 +19,7 @@ class OptimizerRule:
     block: int = 0  # elements that share one float32 statistic, for moments that are quantized in blocks
     factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
     paged: bool = False  # whether large moments are in pages that the driver moves to the host
+    doubled: bool = False  # whether the first moment is two averages in one tensor
 
     def state_parts(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool) -> list[int]:
         """Return the bytes of each tensor of state of one trainable parameter, as they are made; counters are left out.
@@ -27,16 +28,17 @@ class OptimizerRule:
         """
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
         in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
+        averages = [2 if self.doubled and place == 0 else 1 for place in range(self.moments)]
         if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
-            return [] if in_pages else [count * 4] * self.moments
+            return [] if in_pages else [count * 4 * each for each in averages]
         if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
-            moments = [] if in_pages else [count * width] * self.moments
-            return moments + [math.ceil(count / self.block) * 4] * self.moments
+            moments = [] if in_pages else [count * width * each for each in averages]
+            return moments + [math.ceil(count / self.block) * 4 * each for each in averages]
         if in_pages:
             return []
         if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
             return [count // shape[-1] * width, count // shape[-2] * width]
-        return [count * width] * (self.moments or int(self.factored))
+        return [count * width * each for each in averages] or [count * width] * int(self.factored)
 
 
 _FUSED = (("fused", True),)
@@ -55,6 +57,14 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "lion_32bit": OptimizerRule(1, itemsize=4),  # as the Trainer's
         "paged_adamw_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True),
         "paged_adamw_32bit": OptimizerRule(2, itemsize=4, paged=True),
+        "paged_lion_8bit": OptimizerRule(1, itemsize=1, block=256, paged=True),
+        "paged_lion_32bit": OptimizerRule(1, itemsize=4, paged=True),
+        "ademamix": OptimizerRule(2, itemsize=4, doubled=True),
+        "ademamix_8bit": OptimizerRule(2, itemsize=1, block=256, doubled=True),
+        "paged_ademamix_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True, doubled=True),
+        "paged_ademamix_32bit": OptimizerRule(2, itemsize=4, paged=True, doubled=True),
+        "rmsprop_bnb": OptimizerRule(1, itemsize=4),
+        "rmsprop_bnb_8bit": OptimizerRule(1, itemsize=1, block=256),
         "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
         "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
         "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
@@ -69,4 +79,5 @@ ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw": "paged_adamw_32bit",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
 }

@@ -160,8 +160,9 @@ class Workload:
             gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called.
             optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"`` (with
                 32 bits for embeddings, as the Trainer's), ``"paged_adamw_8bit"``, ``"paged_adamw_32bit"``, ``"lion"``
-                (in the dtype of the parameters), ``"lion_8bit"``, ``"lion_32bit"``, ``"sgd"``, ``"sgd_momentum"``,
-                ``"adagrad"``, ``"rmsprop"``, ``"adafactor"``, ``"none"``; or a class such as ``torch.optim.AdamW``,
+                (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
+                ``"adafactor"``, ``"none"``; the Trainer's names for those of bitsandbytes, such as ``"lion_8bit"``,
+                ``"paged_lion_32bit"``, ``"ademamix"`` and ``"rmsprop_bnb"``; or a class such as ``torch.optim.AdamW``,
                 made with its default options. Of a paged optimizer only what is in no page is counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``, and copy what it

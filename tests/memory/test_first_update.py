@@ -80,7 +80,10 @@ def kept_by(optimizer: Any) -> int:
     return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "lion_8bit", "lion_32bit"])
+OF_BITSANDBYTES = ["adamw_bnb_8bit", "lion_8bit", "lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+
+
+@pytest.mark.parametrize("name", [*OF_BITSANDBYTES, "ademamix", "ademamix_8bit"])
 def test_moments_are_those_of_the_trainer(name: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     sizes: dict[str, Any] = {**SIZES, "hidden_size": 64, "vocab_size": 512}
@@ -96,9 +99,10 @@ class Paged(torch.Tensor):
     nbytes = 0
 
 
-@pytest.mark.parametrize(("name", "bits"), [("paged_adamw_8bit", 8), ("paged_adamw_32bit", 32), ("paged_adamw", 32)])
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "AdEMAMix"])
+@pytest.mark.parametrize(("name", "bits"), [("paged_{}_8bit", 8), ("paged_{}_32bit", 32), ("paged_adamw", 32)])
 def test_small_moments_of_a_paged_optimizer_stay_on_the_card(
-    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = pytest.importorskip("bitsandbytes")
     paged = torch.empty(0).as_subclass(Paged)
@@ -112,7 +116,8 @@ def test_small_moments_of_a_paged_optimizer_stay_on_the_card(
             torch.nn.Linear(100, 999),
         ]
     model = torch.nn.Sequential(*layers)
-    kept = kept_by(engine.optim.AdamW(model.parameters(), optim_bits=bits, is_paged=True))
+    made = engine.optim.AdamW if name == "paged_adamw" else getattr(engine.optim, kind)
+    kept = kept_by(made(model.parameters(), optim_bits=bits, is_paged=True))
     assert kept > 2 * 64 * 1024
-    workload = Workload.train(1, 1, optimizer=name)
+    workload = Workload.train(1, 1, optimizer=name.format(kind.lower()))
     assert predict_memory(model, workload, inputs={"input": torch.empty(1, 16)}).components["optimizer"] == kept
