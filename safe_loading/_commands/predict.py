@@ -15,7 +15,6 @@ from .quantization import add_quantization, quantization
 from .training import OF_A_STEP, add_training, refuse_unused, training
 
 if TYPE_CHECKING:
-    import torch
     from peft import LoraConfig
 
     from safe_loading._core.cards import Card
@@ -269,23 +268,12 @@ def _forecaster(
             "trust_remote_code": arguments.trust_remote_code,
         }
         if arguments.packing:
-            workload, options["inputs"] = _packed(workload)
+            workload = workload.replace(padding_free=True)
         if spread is not None and arguments.gpus == _FEWEST:
             return fewest_ranks(arguments.model, workload, card.memory, spread, **options)
         return predict_memory(arguments.model, workload, spread=spread, **options)
 
     return forecast
-
-
-def _packed(workload: Workload) -> tuple[Workload, dict[str, torch.Tensor]]:
-    """Return a step with its rows in one, and the positions from 0 that say where each begins; no mask."""
-    import torch
-
-    rows, tokens = workload.batch_size, workload.sequence_length
-    ids = torch.zeros((1, rows * tokens), dtype=torch.int64)
-    positions = torch.arange(tokens).repeat(rows)[None]
-    inputs = {"input_ids": ids, "position_ids": positions, "labels": ids}
-    return workload.replace(batch_size=1, sequence_length=rows * tokens), inputs
 
 
 def _spread(arguments: argparse.Namespace) -> Spread | None:

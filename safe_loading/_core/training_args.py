@@ -17,8 +17,6 @@ _WITH_REFERENCE = ("DPOConfig", "KTOConfig", "GRPOConfig")
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
-    "packing": "rows follow one another in one: pass Workload.train(1, N), and inputs= with their position_ids.",
-    "padding_free": "rows follow one another in one: pass Workload.train(1, N), and inputs= with their position_ids.",
     "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
     f"more.",
     "use_liger_kernel": f"which layers it replaces depends on the model: {_SET_IT}, which takes more.",
@@ -52,6 +50,7 @@ def step_of(
         "reference": _reference(args, classes, adapter is not None),
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
+        "padding_free": is_padding_free(args),
         **samples_of(args, cast("int", length)),
     }
 
@@ -68,6 +67,14 @@ def evaluation_rows(args: object) -> int:
     if getattr(strategy, "value", strategy) not in ("steps", "epoch") or not isinstance(examples, int):
         return 0
     return 0 if "GRPOConfig" in _classes(args) else examples * rows_of_example(args)
+
+
+def is_padding_free(args: Any) -> bool:
+    """Whether trl's ``SFTTrainer`` puts the rows of a batch one after the other in one row; its others pad them."""
+    if "SFTConfig" not in _classes(args):
+        return False
+    wholly = getattr(args, "packing_strategy", "bfd") != "wrapped"  # that cuts texts, and its rows are full
+    return bool(args.padding_free or (args.packing and wholly))
 
 
 def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:

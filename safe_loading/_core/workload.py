@@ -52,6 +52,7 @@ class Workload:
         do_sample: Whether tokens are drawn by their probabilities, which are then kept beside the scores.
         eval_batch_size: Rows of a batch of the evaluation between steps; 0 where there is none.
         label_smoothing: Whether the Trainer smoothes the labels, and computes the loss from logits.
+        padding_free: Whether the rows of a batch lie one after the other in one row, told apart by their positions.
     """
 
     kind: Kind
@@ -75,6 +76,7 @@ class Workload:
     do_sample: bool = False
     eval_batch_size: int = 0
     label_smoothing: bool = False
+    padding_free: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -148,6 +150,7 @@ class Workload:
         old_log_probs: bool = False,
         eval_batch_size: int = 0,
         label_smoothing: bool = False,
+        padding_free: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -161,7 +164,7 @@ class Workload:
             optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"`` (with
                 32 bits for embeddings, as the Trainer's), ``"paged_adamw_8bit"``, ``"paged_adamw_32bit"``, ``"lion"``
                 (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
-                ``"adafactor"``, ``"none"``; the Trainer's names for those of bitsandbytes, such as ``"lion_8bit"``,
+                ``"adafactor"``, ``"none"``; others by the Trainer's names, such as ``"lion_8bit"``,
                 ``"paged_lion_32bit"``, ``"ademamix"`` and ``"rmsprop_bnb"``; or a class such as ``torch.optim.AdamW``,
                 made with its default options. Of a paged optimizer only what is in no page is counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
@@ -189,6 +192,9 @@ class Workload:
                 that a ``compute_metrics`` collects are not counted.
             label_smoothing: Whether the loss is that of the Trainer's ``label_smoothing_factor``, which takes the
                 logarithms of all logits. With ``fused_lm_head=True`` as trl's ``SFTTrainer`` computes it.
+            padding_free: Whether the rows of a batch lie one after the other in one row without a mask, told apart by
+                position_ids, as trl's ``packing=True`` and ``padding_free=True`` have them, and transformers'
+                ``DataCollatorWithFlattening``.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -213,6 +219,7 @@ class Workload:
                 old_log_probs=old_log_probs,
                 eval_batch_size=eval_batch_size,
                 label_smoothing=label_smoothing,
+                padding_free=padding_free,
             )
         )
 
@@ -294,8 +301,8 @@ class Workload:
                 of the model: ``.replace(reference="adapter_off")`` for a model that has its adapter already.
 
         Raises:
-            ArgumentError: An argument that no workload says, such as ``packing=True``, an optimizer that is not known,
-                or no length.
+            ArgumentError: An argument that no workload says, such as ``torch_compile=True``; an optimizer that is not
+                known; or no length.
         """
         from .training_args import step_of  # whoever places a model has no trainer
 

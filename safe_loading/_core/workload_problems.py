@@ -23,6 +23,7 @@ _FLAGS = (
     "old_log_probs",
     "do_sample",
     "label_smoothing",
+    "padding_free",
 )
 
 
@@ -105,6 +106,8 @@ def _problems_of_grpo(workload: Any) -> list[str]:
     problems = []
     if workload.eval_batch_size or workload.label_smoothing:
         problems.append("eval_batch_size= and label_smoothing= are not for GRPO, whose evaluation generates.")
+    if workload.padding_free:
+        problems.append("padding_free= is not for GRPO, whose rows trl pads: leave it out.")
     if workload.fused_lm_head is not True:
         problems.append("completion_length= is of GRPO in trl, which has a fused head: pass fused_lm_head=True.")
     if workload.sequence_length and not workload.completion_length < workload.sequence_length:

@@ -53,7 +53,7 @@ from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
 from .audit.trainer_evaluation import with_evaluation_of
-from .audit.trainer_head import about_liger, with_head_of
+from .audit.trainer_head import about_liger, with_head_of, with_rows_of
 from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
@@ -156,7 +156,7 @@ def audit_model(
     if workload and workload.kind == "train" and workload.reference is None:
         workload = workload.replace(reference=reference.reference_of(trainer))
     source, hub, requested = model, HubOptions(revision, subfolder, token), with_head_of(trainer, model, workload)
-    requested, not_counted = with_evaluation_of(trainer, requested, inputs)
+    requested, not_counted = with_evaluation_of(trainer, with_rows_of(trainer, requested, inputs), inputs)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
     else:

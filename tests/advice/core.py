@@ -7,6 +7,7 @@ _READ = f"{_ADVISED}test_an_argument_is_read_once_the_advice_is_taken"
 _SEVERAL = "commands/test_commands_predict.py::test_several_cards_are_named_by_their_number"
 _CARD = f"{_ADVISED}test_the_memory_of_a_card_and_one_type_of_accelerators"
 _ARGS = "core/test_training_args.py::test_what_no_workload_says_is_listed_and_is_read_as_advised"
+_PACKED = "memory/test_packed_rows.py::test_rows_that_cannot_be_one_are_refused"
 _DECODED = "core/test_workload.py::test_steps_beyond_the_limit_are_a_longer_prompt"
 _ENGINES = "core/test_engines.py::test_engines_that_are_new_enough_are_used"
 
@@ -51,7 +52,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_core/paths.py": {"pass a path": _READ, "pass the folder that its save_pretrained": _READ},
     "_core/training_args.py": {
         "pass TrainingArguments, or": _ARGS,
-        "pass Workload.train(1, N), and": _ARGS,
         "set it to False": _ARGS,
         "pass sequence_length=": _ARGS,
         "pass the tokens of both": _ARGS,
@@ -65,6 +65,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_core/workload_problems.py": {
         "pass context_length={} and decode_steps=": _DECODED,
         "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
+        "leave it out": _PACKED,
         "pass completion_length= too": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",
         "pass fused_lm_head=True": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",
     },

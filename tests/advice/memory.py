@@ -5,6 +5,7 @@ from __future__ import annotations
 from .reasons import LABEL, PAGE, VALUES
 
 _ADVISED = "memory/test_memory_advice.py::"
+_PACKED = "memory/test_packed_rows.py::test_rows_that_cannot_be_one_are_refused"
 _CALL = f"{_ADVISED}test_a_call_works_once_the_advice_is_taken"
 _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
@@ -203,6 +204,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/trace/function_mode.py": {"call .cpu()": _TRACED, "call .detach()": _TRACED},
     "_memory/trace/inputs.py": {
+        "leave one of the two out": _PACKED,
+        "leave it out": _PACKED,
         "Pass the tokens": _CALL,
         "Pass them, for example inputs={'input_features'": _PASSED,
         "Pass them, for example inputs={'pixel_values'": _PASSED,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from models import SIZES
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
@@ -203,15 +202,13 @@ def test_names_of_cards() -> None:
 
 def test_the_words_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = Workload.train(2, 64)
-    packed = torch.zeros((1, 128), dtype=torch.int64), torch.arange(64).repeat(2)[None]
-    inputs = {"input_ids": packed[0], "position_ids": packed[1], "labels": packed[0]}
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     steps: list[tuple[str, Workload, dict[str, Any]]] = [
         ("--bf16", step.replace(autocast="bfloat16"), {}),
         ("--fp16 --accumulation 4", step.replace(autocast="float16", gradient_accumulation_steps=4), {}),
         ("--eval-batch-size 8 --label-smoothing", step.replace(eval_batch_size=8, label_smoothing=True), {}),
         ("--empties-cache", step, {"empties_cache": True}),
-        ("--packing --attention eager", Workload.train(1, 128), {"inputs": inputs, "attn_implementation": "eager"}),
+        ("--packing --attention eager", step.replace(padding_free=True), {"attn_implementation": "eager"}),
     ]
     for words, workload, options in steps:
         status, found = answer(capsys, folder, "--train", "2x64", *words.split(), "--card", "h100", "--json")

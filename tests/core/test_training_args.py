@@ -85,6 +85,10 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     assert read(trl.RewardConfig(**given, eval_strategy="epoch")) == Workload.train(
         16, 1024, **usual, eval_batch_size=16
     )
+    for said, packed in (({"packing": True}, True), ({"padding_free": True}, True), ({"packing": False}, False)):
+        assert read(trl.SFTConfig(**given, **said)).padding_free == packed
+    assert not read(trl.SFTConfig(**given, packing=True, packing_strategy="wrapped")).padding_free
+    assert not read(trl.DPOConfig(**given, padding_free=True)).padding_free  # trl says so, and pads
     for kind, rows in (("DPOConfig", 16), ("KTOConfig", 8)):
         made = getattr(trl, kind)(**given, max_length=256)
         assert read(made) == Workload.train(rows, 256, **fused, reference="model")
@@ -101,20 +105,17 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
 def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
     args = trl.SFTConfig(
-        **given, packing=True, activation_offloading=True, use_liger_kernel=True, torch_compile=True, max_length=None
+        **given, activation_offloading=True, use_liger_kernel=True, torch_compile=True, max_length=None
     )
     with pytest.raises(ArgumentError) as caught:
         Workload.from_training_args(args)
-    names = ("packing", "activation_offloading", "use_liger_kernel", "torch_compile", "SFTConfig says no length")
-    assert [problem.partition("=")[0] for problem in caught.value.problems[:4]] == list(names[:4])
-    assert caught.value.problems[4].startswith(names[4])
+    names = ["activation_offloading", "use_liger_kernel", "torch_compile"]
+    assert [problem.partition("=")[0] for problem in caught.value.problems[:3]] == names
+    assert caught.value.problems[3].startswith("SFTConfig says no length")
     simpler = copy.copy(args)
-    for name in names[1:4]:
+    for name in names:
         assert "set it to False on a copy of the arguments" in str(caught.value)
         setattr(simpler, name, False)
-    with pytest.raises(ArgumentError, match=r"pass Workload\.train\(1, N\), and inputs="):
-        Workload.from_training_args(simpler, sequence_length=64)
-    simpler.packing = False
     assert Workload.from_training_args(simpler, sequence_length=64).sequence_length == 64
 
     with pytest.raises(ArgumentError, match=r"512: pass the tokens of both, such as 1024 for prompts of 512"):

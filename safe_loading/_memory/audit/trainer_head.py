@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from safe_loading._core.training_args import samples_of
+from safe_loading._core.training_args import is_padding_free, samples_of
 from safe_loading._core.workload import Workload
 from safe_loading._model.peft_layers import base_of
 
@@ -42,6 +42,14 @@ def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Work
         )
     patched = not workload.fused_lm_head and _is_of_liger(trainer, model)
     return workload.replace(fused_lm_head="liger") if patched else workload
+
+
+def with_rows_of(trainer: Any, workload: Workload | None, inputs: object) -> Workload | None:
+    """Return a training step with all texts in one row, where the trainer packs them and no inputs say it."""
+    if workload is None or workload.kind != "train" or inputs:
+        return workload
+    packs = workload.padding_free or is_padding_free(getattr(trainer, "args", None))
+    return workload.replace(padding_free=packs)
 
 
 def _smoothes(trainer: Any) -> bool:

@@ -16,7 +16,7 @@ from safe_loading._core.names import method_name
 from safe_loading._core.thread_patches import patched
 from safe_loading._model.peft_layers import base_of
 from safe_loading._model.text_config import text_config
-from safe_loading.errors import TraceError
+from safe_loading.errors import ArgumentError, TraceError
 
 from .known_values import KnownValues
 
@@ -141,6 +141,8 @@ class StepInputs:
         values: KnownValues,
         device: torch.device,
         user_inputs: Mapping[str, torch.Tensor] | None,
+        *,
+        padding_free: bool = False,
     ) -> None:
         self.names = forward_arguments(model)
         outermost = engine_model(model)
@@ -158,6 +160,19 @@ class StepInputs:
         self._device = device
         self._values = values
         self._user_inputs = user_inputs or {}
+        self._padding_free = padding_free
+        if padding_free:
+            self._refuse_one_row()
+
+    def _refuse_one_row(self) -> None:
+        """Refuse to put all texts in one row where the model cannot tell them apart, or the caller has rows."""
+        if self._user_inputs:
+            raise ArgumentError("padding_free=True: inputs= are rows of your own; leave one of the two out.")
+        if "position_ids" not in self.names or self.has_prompts or self.classifies or self._is_encoder_decoder:
+            raise ArgumentError(
+                f"padding_free=True: {self._class_name} does not take texts one after the other in one row, told apart "
+                f"by position_ids; leave it out."
+            )
 
     def tokens(self, *shape: int) -> torch.Tensor:
         """Return token ids, a mask or labels: integers of the value 1."""
@@ -255,7 +270,10 @@ class StepInputs:
             self._values.take_input(batch[name], tensor)
         shape = self._token_shape(rows, columns)
         token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
-        if is_packed(self._user_inputs):  # for which collators make no mask
+        if self._padding_free:
+            batch["position_ids"] = torch.empty(shape, dtype=torch.long, device=self._device)
+            self._values.count_anew(batch["position_ids"], columns)
+        if self._padding_free or is_packed(self._user_inputs):  # for which collators make no mask
             token_inputs.pop("attention_mask", None)
         if self._is_encoder_decoder:
             token_inputs["decoder_input_ids"] = (shape[0], columns)
@@ -309,7 +327,7 @@ class StepInputs:
                 f"{self._class_name}: a workload does not say how many choices a question has. Pass the tokens, for "
                 f"example inputs={{'input_ids': torch.ones({rows}, choices, {columns}, dtype=torch.long)}}."
             )
-        return rows, columns
+        return (1, rows * columns) if self._padding_free else (rows, columns)
 
     def _end_with_eos(self, tokens: torch.Tensor) -> None:
         """End each text as a tokenizer does, for classifiers that read the decoder's state at that token."""

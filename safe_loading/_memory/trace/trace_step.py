@@ -211,7 +211,7 @@ def _run(
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
             _enable_checkpointing(model)
-        inputs = StepInputs(model, mode.values, main, user_inputs)
+        inputs = StepInputs(model, mode.values, main, user_inputs, padding_free=workload.padding_free)
         install_hooks(model, where, ledger, mode.in_hook, skipped.inner_modules())
         skipped.install()
         if reference is not None:
