@@ -262,6 +262,19 @@ def test_the_card_decides_and_not_the_machine_that_plans() -> None:
         assert found.components["weights"] == device.weights + device.buffers
 
 
+@pytest.mark.parametrize(("computed_in", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_a_weight_in_4_bits_is_unpacked_for_more_than_four_tokens(computed_in: str, width: int) -> None:
+    """For so few every card multiplies what is packed; for up to 512 the card, the dtype and the sizes decide."""
+    quantization = {**METHODS["nf4"][1], "bnb_4bit_compute_dtype": computed_in}
+    wide = LlamaConfig(**{**SIZES, "intermediate_size": 8192})
+    few, more = (
+        predict_memory(wide, Workload.generate(1, tokens, decode_steps=0), quantization_config=quantization)
+        for tokens in (4, 5)
+    )
+    unpacked = wide.hidden_size * 8192 * width
+    assert abs(more.allocated_peak_bytes - few.allocated_peak_bytes - unpacked) < unpacked / 50
+
+
 def test_a_forecast_says_what_is_assumed() -> None:
     found = predict_memory(GPT_OSS, Workload.generate(1, 16), quantization_config={"quant_method": "mxfp4"})
     assert any("triton" in note for note in found.notes)

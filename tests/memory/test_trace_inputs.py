@@ -121,6 +121,17 @@ def test_what_is_made_has_the_shape_of_what_is_given(rows: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_a_decoder_reads_as_many_tokens_as_the_labels_that_are_given(name: str) -> None:
+    """A batch of ``DataCollatorForSeq2Seq``: a text, and the shorter one that is learned from it."""
+    inputs = {"input_ids": torch.ones(2, 24).long(), "labels": torch.ones(2, 5).long()}
+    with_ids = {**inputs, "decoder_input_ids": torch.ones(2, 5).long()}
+    long = {**inputs, "labels": torch.ones(2, 24).long()}
+    of_labels, of_both, of_long = (trace_step(made(name), TRAIN, inputs=given) for given in (inputs, with_ids, long))
+    assert not of_labels.problems
+    assert of_labels.devices[0].peak_bytes == of_both.devices[0].peak_bytes < of_long.devices[0].peak_bytes
+
+
 @pytest.mark.parametrize("name", ["BartForSequenceClassification", "BigBirdPegasusForSequenceClassification"])
 def test_classifiers_that_look_for_the_end_of_a_text_find_one(name: str) -> None:
     config = BartConfig(**SMALL) if name.startswith("Bart") else None

@@ -276,7 +276,7 @@ class StepInputs:
         if self._padding_free or is_packed(self._user_inputs):  # for which collators make no mask
             token_inputs.pop("attention_mask", None)
         if self._is_encoder_decoder:
-            token_inputs["decoder_input_ids"] = (shape[0], columns)
+            token_inputs["decoder_input_ids"] = self._decoder_shape(shape[0], columns)
         for name, size in token_inputs.items():
             embeds = name.replace("input_ids", "inputs_embeds")
             if name in self.names and name not in batch and embeds not in batch:
@@ -301,10 +301,13 @@ class StepInputs:
         shape = self._token_shape(rows, columns)
         if self.classifies:
             return self._labels_of_rows(shape[0])
-        if self._is_encoder_decoder:
-            decoder_ids = self._user_inputs.get("decoder_input_ids")
-            shape = tuple(decoder_ids.shape) if decoder_ids is not None else (shape[0], columns)
-        return self.tokens(*shape)
+        return self.tokens(*(self._decoder_shape(shape[0], columns) if self._is_encoder_decoder else shape))
+
+    def _decoder_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of the user's text for the decoder, or of the labels, from which the model makes that text."""
+        names = ("decoder_input_ids",) if self.classifies else ("decoder_input_ids", "labels")
+        given = (self._user_inputs[name] for name in names if name in self._user_inputs)
+        return next((tuple(tensor.shape) for tensor in given), (rows, columns))
 
     def _labels_of_rows(self, rows: int) -> torch.Tensor:
         """Return the class of each row, or a number for each class where the loss compares numbers."""

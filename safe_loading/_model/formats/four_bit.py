@@ -47,7 +47,10 @@ QLORA_WRITTEN = (
 _FOUR_BIT = "Params4bit"
 # The config whose codes lie in a floating dtype, which FSDP flattens.
 FLOAT_STORAGE = "BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16)"
-FEW_TOKENS = 64  # up to here the 4-bit kernels multiply without unpacking the weight (bitsandbytes 0.50)
+# Up to here bitsandbytes 0.50 multiplies the packed weight on every card and in every dtype. For more tokens it decides
+# by the card, the dtype and the sizes: in float32 for 7, on an H100 for 64 at most, on an RTX 4090 for 256. A forecast
+# that is one weight too large for a short prompt does no harm, one that is too small does.
+FEW_TOKENS = 4
 BLOCK = 64  # elements that share an absmax, bitsandbytes' default on CUDA
 _NF4_TABLE = 16 * 4  # bitsandbytes: each weight has the 16 float32 values that its codes stand for
 _ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-bit absmax codes
