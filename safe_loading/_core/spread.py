@@ -11,6 +11,7 @@ from .arguments import whole_number
 
 DTYPES = ("bfloat16", "float16", "float32")
 Wrapper = Literal["safe_loading", "accelerate"]
+PREFETCHES = ("backward_pre", "backward_post", "no_prefetch")  # as the Trainer's fsdp_config has them
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Spread:
         shard: Whether FSDP1 shards at all, or each rank holds everything (``NO_SHARD``).
         deepspeed: DeepSpeed's settings of ZeRO.
         wrapped_by: Who chooses the units of FSDP: ``"safe_loading"`` or ``"accelerate"``.
+        backward_prefetch: When FSDP1 gathers the next unit in the backward pass; None as its wrapper does by default.
     """
 
     ranks: int
@@ -86,6 +88,7 @@ class Spread:
     shard: bool = True
     deepspeed: Zero | None = None
     wrapped_by: Wrapper = "safe_loading"
+    backward_prefetch: str | None = None
 
     @staticmethod
     def fsdp2(
@@ -136,6 +139,7 @@ class Spread:
         cpu_offload: bool = False,
         sync_each_batch: bool = True,
         wrapped_by: Wrapper = "safe_loading",
+        backward_prefetch: str | None = None,
     ) -> Spread:
         """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
 
@@ -157,6 +161,8 @@ class Spread:
                 gradients stay whole on each rank.
             wrapped_by: As for `fsdp2`. accelerate fetches no unit ahead in the backward pass, unless it is told a
                 ``backward_prefetch``, and peft makes each trained matrix of an adapter a unit.
+            backward_prefetch: ``"backward_pre"``, ``"backward_post"`` or ``"no_prefetch"``, as in ``fsdp_config`` or in
+                accelerate's file. None for torch's default, the first, and under accelerate for its own, the last.
 
         Raises:
             ArgumentError: A number that is not a positive integer, an unknown dtype or wrapper, or what FSDP1 does not
@@ -179,7 +185,14 @@ class Spread:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
         sharding = (replicas, param_dtype, reduce_dtype, reshard_after_forward)
         return Spread(
-            ranks, *sharding, "fsdp1", cpu_offload, sync_each_batch, shard=shard, wrapped_by=_wrapper(wrapped_by)
+            ranks,
+            *sharding,
+            "fsdp1",
+            cpu_offload,
+            sync_each_batch,
+            shard=shard,
+            wrapped_by=_wrapper(wrapped_by),
+            backward_prefetch=_prefetch(backward_prefetch),
         )
 
     @staticmethod
@@ -310,6 +323,14 @@ def _wrapper(wrapped_by: Wrapper) -> Wrapper:
     if wrapped_by not in ("safe_loading", "accelerate"):
         raise ArgumentError(f'wrapped_by={wrapped_by!r:.80}: "safe_loading" or "accelerate".')
     return wrapped_by
+
+
+def _prefetch(backward_prefetch: str | None) -> str | None:
+    """Return the word in small letters; accelerate's files have it in capitals."""
+    word = backward_prefetch.lower() if isinstance(backward_prefetch, str) else backward_prefetch
+    if word is not None and word not in PREFETCHES:
+        raise ArgumentError(f"backward_prefetch={backward_prefetch!r:.80}: one of {list(PREFETCHES)}, or None.")
+    return word
 
 
 def _sharded(replicas: int, **dtypes: str | None) -> None:

@@ -34,6 +34,7 @@ STEP = """
     from torch.distributed.fsdp import MixedPrecision
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from safe_loading._memory.trace.flat_sharded_step import BACKWARD_PREFETCH
     from safe_loading._sharding import fsdp1
     from safe_loading._sharding.fsdp_units import plan_units
 
@@ -57,6 +58,8 @@ STEP = """
             model, plan_units(model, flat=True), mesh, torch.device("cpu"), MixedPrecision(**dtypes), None, (),
             options.get("reshard_after_forward", True), shard=options.get("shard", True),
         )
+        if "backward_prefetch" in options:
+            fsdp1.set_prefetching(wrapped, backward=BACKWARD_PREFETCH[options["backward_prefetch"]])
         steps = options.get("gradient_accumulation_steps", 1)
 
         def step():
@@ -80,6 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
     "all in 16 bits": {"ranks": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "kept, mixed precision": {"ranks": 2, "param_dtype": "bfloat16", "reshard_after_forward": False},
     "checkpointed": {"ranks": 4, "checkpointing": True},
+    "nothing fetched ahead": {"ranks": 2, "backward_prefetch": "no_prefetch"},
+    "fetched late": {"ranks": 2, "checkpointing": True, "backward_prefetch": "backward_post"},
     "hybrid": {"ranks": 2, "replicas": 2},
     "lora": {"ranks": 2, "lora": True},
     "lora, mixed precision": {"ranks": 3, "lora": True, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
@@ -88,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "not sharded, mixed precision": {"ranks": 2, "shard": False, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "not sharded, accumulated": {"ranks": 2, "shard": False, "gradient_accumulation_steps": 2},
 }
-OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "lora", "not sharded")
+OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "nothing fetched ahead", "lora", "not sharded")
 
 
 def on_meta() -> LlamaForCausalLM:
@@ -208,10 +213,24 @@ def test_what_is_refused() -> None:
         {"ranks": 2, "shard": False, "replicas": 2},
         {"ranks": 2, "shard": False, "cpu_offload": True},
         {"ranks": 2, "cpu_offload": True, "sync_each_batch": False},
+        {"ranks": 2, "backward_prefetch": "pre"},
+        {"ranks": 2, "backward_prefetch": True},
     ]
     for options in wrong:
         with pytest.raises(ArgumentError):
             Spread.fsdp1(**options)
+
+
+def test_what_accelerate_is_told_to_fetch_ahead_is_counted() -> None:
+    """Most published configs of accelerate say BACKWARD_PRE, which is the default of torch and not of accelerate."""
+    step = Workload.train(2, 48)
+
+    def peak(**options: Any) -> int:
+        return predict_memory(on_meta(), step, spread=Spread.fsdp1(2, **options)).allocated_peak_bytes
+
+    assert peak(wrapped_by="accelerate", backward_prefetch="BACKWARD_PRE") == peak()
+    assert peak(wrapped_by="accelerate") == peak(backward_prefetch="no_prefetch") < peak()
+    assert str(Spread.fsdp1(2, backward_prefetch="BACKWARD_POST")).endswith("backward_prefetch='backward_post')")
 
 
 def test_the_units_of_an_adapter_are_those_of_accelerate_and_peft() -> None:

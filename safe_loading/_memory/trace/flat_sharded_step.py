@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, _flat_param, _init_utils
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    _flat_param,
+    _init_utils,
+)
 
 from safe_loading._core.names import canonical
-from safe_loading._core.spread import Spread
+from safe_loading._core.spread import PREFETCHES, Spread
 from safe_loading._core.thread_patches import do_nothing, patched, seen_here
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.tensors import inventory
@@ -30,6 +37,10 @@ from .fake_tensors import adapter_parts, is_adapter
 from .ledger import Ledger
 from .sharded_step import resizing_seen
 from .trained_parameters import TrainedParameters
+
+BACKWARD_PREFETCH = dict(
+    zip(PREFETCHES, (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None), strict=True)
+)
 
 
 class FlatShardedParameters(TrainedParameters):
@@ -121,8 +132,10 @@ def flat_sharded(
         units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
         made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
-        if spread.wrapped_by == "accelerate":
-            fsdp1.set_prefetching(made, backward=None)  # as accelerate has it by default
+        # torch's own default stays, and accelerate's is to fetch nothing ahead
+        prefetch = spread.backward_prefetch or ("no_prefetch" if spread.wrapped_by == "accelerate" else None)
+        if prefetch is not None:
+            fsdp1.set_prefetching(made, backward=BACKWARD_PREFETCH[prefetch])
         _classify_shards(made, parts, ledger)
         return made
 
