@@ -258,6 +258,10 @@ _UNITS = {
     'Trainer, pass wrapped_by="accelerate".',
     "accelerate": " The units are those that the installed accelerate makes by default.",
 }
+_NOT_AHEAD = (
+    " None is gathered ahead in the backward pass. Where accelerate's file or fsdp_config has a backward_prefetch, "
+    "pass it to Spread.fsdp1."
+)
 
 
 def _refuse_spread(model: torch.nn.Module, workload: Workload, spread: Spread) -> None:
@@ -323,6 +327,8 @@ def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
     text = f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted."
     if spread.kind in ("fsdp1", "fsdp2"):
         text += _UNITS[spread.wrapped_by]
+        if spread.kind == "fsdp1" and spread.wrapped_by == "accelerate" and spread.backward_prefetch is None:
+            text += _NOT_AHEAD
     if spread.kind == "zero":
         text += " Nor is setting up: DeepSpeed then holds twice what is trained, on the host if the card has no room."
     if spread.kind == "ddp" and not spread.find_unused_parameters:

@@ -226,7 +226,11 @@ def test_what_accelerate_is_told_to_fetch_ahead_is_counted() -> None:
     step = Workload.train(2, 48)
 
     def peak(**options: Any) -> int:
-        return predict_memory(on_meta(), step, spread=Spread.fsdp1(2, **options)).allocated_peak_bytes
+        found = predict_memory(on_meta(), step, spread=Spread.fsdp1(2, **options))
+        assert ("has a backward_prefetch, pass it to Spread.fsdp1" in found.notes[1]) == (
+            options == {"wrapped_by": "accelerate"}
+        )
+        return found.allocated_peak_bytes
 
     assert peak(wrapped_by="accelerate", backward_prefetch="BACKWARD_PRE") == peak()
     assert peak(wrapped_by="accelerate") == peak(backward_prefetch="no_prefetch") < peak()
