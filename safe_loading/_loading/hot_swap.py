@@ -78,7 +78,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]
     if errors:
         raise refusal([adapter], f"the loaded adapter {name!r}", errors)
-    values = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
+    values = {key: _by_expert(model, key, value.to(slots[key].tensor), slots[key]) for key, value in new.tensors.items()}
     return StagedSwap(adapter, config, slots, values, findings, file.renamed)
 
 
@@ -132,6 +132,20 @@ def _set_scalings(model: PeftModel, name: str, config: LoraConfig) -> None:
             scaling.fill_(value)
         else:
             layer.scaling[name] = value
+
+
+def _by_expert(model: PeftModel, key: str, value: torch.Tensor, slot: AdapterSlot) -> torch.Tensor:
+    """Return a value as it is, or a lora_A of fused experts with the rank that each of them has in the slot.
+
+    The experts are the slowest index of lora_A, and peft would append the zeros of all of them to the last.
+    """
+    path, is_factor, _ = key.partition(".lora_A.")
+    experts = getattr(model.get_submodule(path), "num_experts", 1) if is_factor else 1
+    if experts == 1 or value.shape == slot.tensor.shape:
+        return value
+    each = value.unflatten(0, (experts, -1))
+    lacking = slot.tensor.shape[0] // experts - each.shape[1]
+    return torch.nn.functional.pad(each, (0, 0, 0, lacking)).flatten(0, 1)
 
 
 def _describe_padded(config: LoraConfig, loaded: PeftConfig) -> None:

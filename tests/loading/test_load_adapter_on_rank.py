@@ -9,10 +9,10 @@ import torch
 from engines import needs
 from faults import adapters as faults
 from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
-from models import Made, save_adapter, save_llama
+from models import SIZES, Made, save_adapter, save_llama
 from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from safe_loading import (
     AdapterError,
@@ -172,6 +172,19 @@ def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llam
     assert torch.allclose(logits(model), logits(two_steps(small, tiny_llama)), atol=1e-6)
     model.save_pretrained(tmp_path / "saved")
     assert torch.allclose(logits(load_peft_on_rank(tiny_llama, tmp_path / "saved")), logits(model), atol=1e-6)
+
+
+@needs("peft", "0.20")
+def test_a_smaller_rank_of_fused_experts_is_padded_expert_by_expert(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**SIZES, **sizes)).save_pretrained(tmp_path / "base")
+    fused: dict[str, Any] = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    large, small = (save_adapter(tmp_path / f"rank {r}", tmp_path / "base", seed=r, r=r, **fused) for r in (4, 2))
+    model = load_peft_on_rank(tmp_path / "base", large)
+    load_adapter_on_rank(model, small, "default", hotswap=True)  # peft appends all zeros to the last expert's rows
+    assert torch.allclose(logits(model), logits(two_steps(small, tmp_path / "base")), atol=1e-6)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.allclose(logits(load_peft_on_rank(tmp_path / "base", tmp_path / "saved")), logits(model), atol=1e-6)
 
 
 @needs("peft", "0.20")
