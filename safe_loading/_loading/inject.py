@@ -17,7 +17,7 @@ from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.registry import is_decoded_at_forward
-from safe_loading._model.peft_layers import base_of, has_adapters, is_tuner_layer, wrap_tokens_once
+from safe_loading._model.peft_layers import base_of, has_adapters, whose_layers, wrap_tokens_once
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.zero3 import made_whole
@@ -111,10 +111,11 @@ def to_add_one(model: torch.nn.Module) -> str:
             "adapters by load_peft_on_rank."
         )
     # what a caller passed for a model may be none
-    if isinstance(model, torch.nn.Module) and any(is_tuner_layer(module) for module in model.modules()):
+    owner = whose_layers(model) if isinstance(model, torch.nn.Module) else None
+    if owner is not None:
         return (
-            "They belong to a PeftModel around it: pass that one to load_adapter_on_rank, or for the plain base what "
-            "its unload() returns."
+            f"They belong to {owner}: pass that one to load_adapter_on_rank, or for the plain base what its unload() "
+            f"returns."
         )
     return "Use load_peft_on_rank for the first adapter."
 

@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
 
 from safe_loading._core.engines import is_integrated
+from safe_loading._core.names import accessed
 from safe_loading._core.walk import unordered_modules
 
 
@@ -43,6 +44,14 @@ def without_peft_levels(name: str) -> str:
 def has_adapters(model: torch.nn.Module) -> TypeGuard[PeftModel]:
     """Return whether a model is peft's, around a base; a PeftMixedModel is no subclass, but has its attributes."""
     return isinstance(model, (PeftModel, PeftMixedModel))
+
+
+def whose_layers(model: torch.nn.Module) -> str | None:
+    """Return which PeftModel has the layers of a model that is none itself, in words; None if it has no such layer."""
+    inside = next((path for path, module in model.named_modules() if path and has_adapters(module)), None)
+    if inside is not None:
+        return f"the PeftModel in it, model{accessed(inside)}"
+    return "a PeftModel around it" if any(is_tuner_layer(module) for module in model.modules()) else None
 
 
 def tuner_of(model: torch.nn.Module) -> BaseTuner | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _ADVISED = "wrapping/test_wrap_advice.py::"
 _WRAPPED = f"{_ADVISED}test_a_model_is_wrapped_once_the_advice_is_taken"
+_HEADS = "wrapping/test_attach_head.py::"
 _PREPARED = f"{_ADVISED}test_what_is_prepared_and_wrapped_once_the_advice_is_taken"
 
 TAKEN: dict[str, dict[str, str]] = {
@@ -17,6 +18,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_wrapping/heads.py": {
         "choose another name": _WRAPPED,
         "put it into a module with a forward": _WRAPPED,
+        "attach it before model.add_adapter": f"{_HEADS}test_a_head_comes_before_the_adapter_that_transformers_puts_in",
+        "attach it to that one": f"{_HEADS}test_a_head_that_no_adapter_would_save_is_refused",
         "attach it before": "sharding/test_wrap_fsdp_meta_safe_peft.py::"
         "test_a_head_that_came_later_is_sharded_and_computes",
     },

@@ -207,7 +207,13 @@ def test_a_base_of_a_peft_model_and_one_of_transformers_name_the_way_to_the_next
     ):
         with pytest.raises(AdapterError, match=r"a PeftModel around it: pass that one.*what its unload\(\) returns"):
             refused()
-    load_adapter_on_rank(around, tiny_adapter, "two")
+    for refused in (
+        lambda: load_peft_on_rank(torch.nn.DataParallel(around), tiny_adapter),
+        lambda: load_adapter_on_rank(torch.compile(around), tiny_adapter, "two"),
+    ):
+        with pytest.raises(AdapterError, match=r"PeftModel in it, model\.(module|_orig_mod): pass that one.*its unload"):
+            refused()
+    load_adapter_on_rank(torch.compile(around)._orig_mod, tiny_adapter, "two")
     assert torch.equal(logits(load_peft_on_rank(around.unload(), tiny_adapter)), expected)
     of_transformers = AutoModelForCausalLM.from_pretrained(tiny_llama)
     of_transformers.load_adapter(str(tiny_adapter), "one")

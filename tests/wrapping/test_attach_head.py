@@ -52,6 +52,40 @@ def trained(base: nn.Module | None = None, **options: Any) -> Any:
     return model.eval()
 
 
+WITHOUT_ITS_FILE = {
+    "compiled": (torch.compile, r"the PeftModel in it, model\._orig_mod, .*attach it to that one, before any wrapper"),
+    "of torch": (nn.DataParallel, r"the PeftModel in it, model\.module, .*attach it to that one, before any wrapper"),
+    "its base": (PeftModel.get_base_model, "a PeftModel around it, .*attach it to that one, before any wrapper"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_ITS_FILE)
+def test_a_head_that_no_adapter_would_save_is_refused(kind: str, tmp_path: Path) -> None:
+    around, advice = WITHOUT_ITS_FILE[kind]
+    model = peft_llama()
+    with pytest.raises(WrapError, match=advice):
+        attach_head(around(model), "value_head", nn.Linear(32, 1))  # type: ignore[operator]
+    assert not hasattr(model, "value_head")
+    attach_head(model, "value_head", nn.Linear(32, 1))
+    around(model)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)
+    assert any("value_head" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_a_head_comes_before_the_adapter_that_transformers_puts_in(tmp_path: Path) -> None:
+    late = llama()
+    late.add_adapter(lora())
+    with pytest.raises(WrapError, match=r"attach it before model\.add_adapter\(LoraConfig\(.*=\['value_head'\]\)\)"):
+        attach_head(late, "value_head", nn.Linear(32, 1))
+    head = nn.Linear(32, 1)
+    model = attach_head(llama(), "value_head", head)
+    model.add_adapter(lora(modules_to_save=["value_head"]))
+    model.save_pretrained(tmp_path / "adapter")
+    base = attach_head(llama(), "value_head", nn.Linear(32, 1))
+    loaded: Any = load_peft_on_rank(base, tmp_path / "adapter")
+    assert torch.equal(loaded.value_head.modules_to_save["default"].weight, head.weight)
+
+
 def test_the_head_is_the_module_that_was_given_and_it_is_trained() -> None:
     head = nn.Linear(32, 1)
     model = peft_llama()
