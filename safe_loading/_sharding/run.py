@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding, counted
-from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.formats.four_bit import is_four_bit, keep_order_of_codes
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
@@ -248,6 +248,8 @@ def _move_to_meta(setup: Setup) -> None:
             parameter = nn.Parameter(empty, requires_grad=each.tensor.requires_grad)
             fsdp2.copy_attributes(each.tensor, parameter)
             each.put(parameter)
+        for module, _ in each.places if is_four_bit(each.tensor) else ():
+            keep_order_of_codes(module)
 
 
 def _put_replicated(setup: Setup, replicated: Mapping[str, torch.Tensor]) -> None:

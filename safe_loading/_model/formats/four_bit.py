@@ -54,6 +54,8 @@ FEW_TOKENS = 4
 BLOCK = 64  # elements that share an absmax, bitsandbytes' default on CUDA
 _NF4_TABLE = 16 * 4  # bitsandbytes: each weight has the 16 float32 values that its codes stand for
 _ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-bit absmax codes
+# Of a layer: whether its first forward in eval mode puts the codes into an order for CPUs with AVX-512.
+_REORDERS = "support_avx512bf16_for_cpu"
 
 
 class Params4bit(nn.Parameter):
@@ -233,12 +235,21 @@ def undo_cpu_packing(module: torch.nn.Module) -> None:
         weight.data, weight.quant_state = _unpacked_for_cpu(weight.data, weight.quant_state)
 
 
+def keep_order_of_codes(module: torch.nn.Module) -> None:
+    """Keep bitsandbytes from reordering the codes of a layer on a CPU: FSDP gathers them in the old order ever after.
+
+    The statistics, which FSDP does not split, would say the new one.
+    """
+    if getattr(module, _REORDERS, False):
+        setattr(module, _REORDERS, False)
+
+
 def reordering_findings(model: nn.Module) -> list[Finding]:
     """Return the finding of codes that the first forward on this CPU puts into an order that their engine misreads."""
     paths = [
         path
         for path, module in model.named_modules()
-        if getattr(module, "support_avx512bf16_for_cpu", False)
+        if getattr(module, _REORDERS, False)
         and is_four_bit(module._parameters.get("weight"))
         and module.get_parameter("weight").device.type == "cpu"
     ]
