@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from peft import PeftConfig, PeftModel
 
 from safe_loading._checkpoint.faults import fault, note
-from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
+from safe_loading._core.names import PEFT_PREFIX, ancestors, nearest, without_peft_prefix
 from safe_loading._core.report import Finding, one_for_all_layers
 from safe_loading._model.peft_layers import base_of, without_peft_levels
 
@@ -76,7 +78,7 @@ def match_tensors(
         _match_base_weights(model, name, file, without_slot, embeddings, match)
     match.findings.extend(_tied_tokens(file, slots, match.values))
     required = [key for key in routed.missing if not _lies_in(key, nested)]
-    match.findings.extend(_missing(file, slots, routed, required, later=len(model.peft_config) > 1))
+    match.findings.extend(_missing(file, config, slots, routed, required, later=len(model.peft_config) > 1))
     match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
     return match
@@ -341,7 +343,13 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
 
 
 def _missing(
-    file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors, required: Iterable[str], *, later: bool
+    file: str,
+    config: PeftConfig,
+    slots: Mapping[str, AdapterSlot],
+    routed: RoutedTensors,
+    required: Iterable[str],
+    *,
+    later: bool,
 ) -> list[Finding]:
     message = "modules_to_save (or trainable tokens) in the config requires this tensor, and the file does not have it"
     fix = "save the adapter again with save_pretrained, or take the module out of the config"
@@ -350,6 +358,7 @@ def _missing(
     findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in required]
     # Tied slots share one storage: one tensor of the file fills all of them.
     filled = {slots[key].storage for key in routed.tensors if key in slots}
+    named = {part for key in routed.tensors for part in ancestors(without_peft_prefix(_module_of(key)))}
     for key, slot in slots.items():
         missing = slot.is_parameter and key not in routed.tensors and slot.storage not in filled
         if missing and not any(part in key for part in _REPORTED_ELSEWHERE):
@@ -361,9 +370,23 @@ def _missing(
             right = (
                 _RIGHT_BASE if flag is None else f"set {flag} to false in adapter_config.json if it was not trained so"
             )
-            fix = f"{right}, or save the adapter again (gathered, from rank 0)"
+            fix = f"{right}, or save the adapter again (gathered, from rank 0){_or_exclude(config, key, named)}"
             findings.append(fault("adapter-key-missing", f"{file}: {key}", message, fix, slot.tensor.nbytes))
     return findings
+
+
+def _or_exclude(config: PeftConfig, key: str, named: Container[str]) -> str:
+    """Return the way to leave out a whole part of the base that the file does not name, as a tower for images.
+
+    An adapter that was trained on the text model alone has targets, such as q_proj, that are in that part too.
+    """
+    around = [*ancestors(without_peft_prefix(_module_of(key)))]
+    part = next((path for path in reversed(around) if path not in named), "")
+    is_part_of_layer = any(level.isdigit() for level in part.split("."))  # whose tensors may be lost
+    if not part or is_part_of_layer or getattr(config, "exclude_modules", "") is not None:
+        return ""
+    pattern = json.dumps(rf"{re.escape(part)}(\..*)?")
+    return f', or, if it was trained without {part!r}, write "exclude_modules": {pattern} into adapter_config.json'
 
 
 def _layer_counts(file: str, model: PeftModel, routed: RoutedTensors, findings: list[Finding]) -> list[Finding]:

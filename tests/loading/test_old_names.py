@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -385,3 +386,32 @@ def test_the_class_of_the_text_model_may_be_asked_for_by_itself(tmp_path: Path) 
     for verb in verbs:
         with pytest.raises(ArgumentError, match="auto_class=LlamaForCausalLM is for a LlamaConfig"):
             verb(base, adapter, auto_class=transformers.LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+def test_an_adapter_of_the_text_model_alone_is_loaded_once_the_other_part_is_excluded(
+    name: str, tmp_path: Path
+) -> None:
+    tiny_models.saved(name, tmp_path / "base")
+    base, text = tmp_path / "base", r".*language_model.*\.(q_proj|down_proj)"
+    auto_class = transformers.AutoModelForImageTextToText
+    own = save_adapter(tmp_path / "own", base, target_modules=text, auto_class=auto_class)
+
+    def as_of_the_text_model(tensors: faults.Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.replace("model.language_model.", "model.")] = tensors.pop(key)
+
+    alone = faults.edited(
+        own,
+        tmp_path / "alone",
+        tensors=as_of_the_text_model,
+        config=lambda c: c.update(target_modules=["q_proj", "down_proj"]),
+    )
+    mapping = {r"^model\.layers": "model.language_model.layers"}
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(base, alone, key_mapping=mapping)
+    advised = re.search(r'if it was trained without .*, write ("exclude_modules": ".*?") into', str(refused.value))
+    assert advised is not None
+    mended = faults.edited(alone, tmp_path / "mended", config=lambda c: c.update(json.loads(f"{{{advised[1]}}}")))
+    model = load_peft_on_rank(base, mended, key_mapping=mapping)
+    assert torch.equal(logits(model), logits(load_peft_on_rank(base, own)))
