@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from .adapter_values import Adapter
 from .base_arguments import for_constructor, refuse_unknown
 
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
+_POOLER = "add_pooling_layer"  # transformers' name for the choice, in all classes that leave it
 
 
 def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None) -> PreTrainedConfig:
@@ -74,16 +76,24 @@ def base_on_meta(
             without_passed_over(config, folder)
     except Exception:  # remote code may do anything
         return None
-    arguments = for_constructor(unused)
-    if arguments and not base_kwargs.get("gguf_file"):
-        refuse_unknown(arguments, config, auto_class)
     try:
         own = weights_dtype(dtype, config, folder)
-        return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=arguments)
+        return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=for_constructor(unused))
     except CheckpointError:  # it is too large to be built at all
         raise
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
+
+
+def refuse_unknown_arguments(auto_class: ModelClass, folder: ModelFolder, base_kwargs: EngineKwargs) -> None:
+    """Refuse arguments that neither the base's config nor its class takes."""
+    try:
+        with quiet():
+            config, unused = changed_config(folder, {"trust_remote_code": False, **base_kwargs})
+    except Exception:  # remote code may do anything
+        return
+    if not base_kwargs.get("gguf_file"):
+        refuse_unknown(for_constructor(unused), config, auto_class)
 
 
 def check_fit(
@@ -103,9 +113,18 @@ def check_fit(
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not fill the {type(model).__name__} of its config.json; nothing was done. Pass "
-            f"the base that the adapter was trained on, or auto_class= for the class that it was saved as:",
+            f"the base that the adapter was trained on, or auto_class= for the class that it was saved as"
+            f"{_or_without_pooler(model, problems)}:",
             problems,
         )
+
+
+def _or_without_pooler(model: PreTrainedModel, problems: Sequence[str]) -> str:
+    """Return the way to a base without its pooler, which a model of masked words has none of, and few embeddings use."""
+    has_choice = _POOLER in inspect.signature(type(model).__init__).parameters
+    if not has_choice or not all(problem.startswith("pooler.") for problem in problems):
+        return ""
+    return f", or base_kwargs={{{_POOLER!r}: False}} where only the last hidden states are used"
 
 
 def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:

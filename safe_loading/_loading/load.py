@@ -46,7 +46,7 @@ from .alike import find_alike
 from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
 from .base_arguments import advice_on_part, checked_class
-from .base_model import base_config, base_on_meta, check_fit
+from .base_model import base_config, base_on_meta, check_fit, refuse_unknown_arguments
 from .choose_class import ChosenClass, choose_class, class_of_auto_mapping, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
@@ -116,6 +116,7 @@ def check_before_load(
     else:
         chosen = ChosenClass(checked_class(options.auto_class, config))
     auto_class = chosen.auto_class
+    refuse_unknown_arguments(auto_class, opened, options.base_kwargs)
     # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):

@@ -19,6 +19,7 @@ from tiny_models import saved
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     CLIPModel,
     CLIPVisionModel,
@@ -30,10 +31,12 @@ from transformers import (
 from safe_loading import (
     AdapterError,
     ArgumentError,
+    CheckpointError,
     EngineError,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
+    verify_merge,
 )
 
 
@@ -58,6 +61,30 @@ def test_an_argument_of_the_constructor_is_known_to_the_check_before_the_load(be
     plain = peft.PeftModel.from_pretrained(BertModel.from_pretrained(base, add_pooling_layer=False), adapter)
     with torch.no_grad():
         assert torch.equal(model(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state)
+
+
+def test_embeddings_of_a_model_of_masked_words_are_loaded_and_merged_without_the_pooler_that_it_lacks(
+    bert: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = bert
+    BertForMaskedLM.from_pretrained(base).save_pretrained(tmp_path / "masked")
+    without: dict[str, Any] = {"base_kwargs": {"add_pooling_layer": False}}
+    advice = r"does not fill the BertModel.*or base_kwargs=\{'add_pooling_layer': False\} where only the last"
+    for refused in (
+        lambda: load_peft_on_rank(tmp_path / "masked", adapter),
+        lambda: merge_lora_checkpoint(tmp_path / "masked", adapter, tmp_path / "none"),
+    ):
+        with pytest.raises(CheckpointError, match=advice):
+            refused()
+    with torch.no_grad():
+        expected = load_peft_on_rank(base, adapter, **without)(TOKENS).last_hidden_state
+        loaded = load_peft_on_rank(tmp_path / "masked", adapter, **without)
+        assert torch.equal(loaded(TOKENS).last_hidden_state, expected)
+        merge_lora_checkpoint(tmp_path / "masked", adapter, tmp_path / "merged", **without)
+        merged = BertModel.from_pretrained(tmp_path / "merged", add_pooling_layer=False)
+        assert torch.allclose(merged(TOKENS).last_hidden_state, expected, atol=1e-6)
+    assert verify_merge(tmp_path / "masked", adapter, tmp_path / "merged", **without).ok
+    assert BertForMaskedLM.from_pretrained(tmp_path / "merged", output_loading_info=True)[1]["missing_keys"] == set()
 
 
 @pytest.mark.parametrize(

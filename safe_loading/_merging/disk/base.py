@@ -104,7 +104,8 @@ class MergeBase:
         dtype = weights_dtype("auto", config, self.opened)
         if self.dtype is not None and torch.promote_types(dtype, self.dtype) == self.dtype:  # it holds more
             dtype = self.dtype
-        model = build_on_meta(model_class, config, dtype, trust_remote_code=trusted)
+        arguments = for_constructor(self._changed_config[1])
+        model = build_on_meta(model_class, config, dtype, trust_remote_code=trusted, arguments=arguments)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
         return model
