@@ -53,6 +53,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Delete the one that is left over": _SOUND,
         "Save the model that is inside the wrapper": _SOUND,
         "Save the model without it": "loading/test_wrapped_names.py::test_the_cause_is_told_and_mended",
+        "Save the adapter alone": "loading/test_wrapped_names.py::"
+        "test_the_tensors_of_a_whole_peft_model_are_told_and_taken_apart",
         "Pass base_kwargs={'key_mapping': {}}": "loading/test_wrapped_names.py::"
         "test_a_prefix_before_the_names_of_a_base_is_told_and_mapped",
         "Save the checkpoint again": _SOUND,

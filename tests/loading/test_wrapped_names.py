@@ -95,6 +95,34 @@ def test_a_prefix_before_the_names_of_a_base_is_told_and_mapped(prefix: str, tie
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""], ids=["of the PeftModel", "of its base"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_tensors_of_a_whole_peft_model_are_told_and_taken_apart(
+    verb: str, prefix: str, adapter: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    expected: Any = load_peft_on_rank(adapter, base, device="cpu")
+    whole = {name.removeprefix("base_model.model."): each for name, each in expected.state_dict().items()}
+    for file in base.glob("model*"):
+        file.unlink()
+    save_file({f"{prefix}{name}": each for name, each in whole.items()}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError) as refused:
+        VERBS[verb](base, adapter, tmp_path / "output")
+    (problem,) = [line for line in str(refused.value).splitlines() if line.startswith("  - ")]
+    assert "the tensors of a whole PeftModel, " in problem
+    assert "and 18 others. Save the adapter alone with the PeftModel's save_pretrained, or the base after" in problem
+    (finding,) = check_checkpoint(base).findings
+    assert "the tensors of a whole PeftModel" in finding.message
+    factors = {f"base_model.model.{name}": whole.pop(name) for name in list(whole) if ".lora_" in name}
+    save_file(factors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    plain = {name.replace(".base_layer.", "."): each for name, each in whole.items()}
+    save_file(plain, base / "model.safetensors", {"format": "pt"})
+    VERBS[verb](base, adapter, tmp_path / "output")
+    loaded: Any = load_peft_on_rank(adapter, base, device="cpu")
+    assert all(torch.equal(each, expected.state_dict()[name]) for name, each in loaded.state_dict().items())
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("whole", [False, True], ids=["a layer", "the base"])
 def test_an_adapter_of_a_compiled_model_is_read(whole: bool, version: Any, adapter: Path, tmp_path: Path) -> None:

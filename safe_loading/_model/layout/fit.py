@@ -10,9 +10,10 @@ import torch
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._core.names import canonical, prefix_of_all, wrapper_part
+from safe_loading._core.names import canonical, prefix_of_all, without_peft_prefix, wrapper_part
 from safe_loading._core.report import counted
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.peft_layers import without_peft_levels
 from safe_loading._model.tensors import all_names
 
 from .layout import CheckpointLayout, HasShape
@@ -133,7 +134,24 @@ def wrapped_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Colle
             f"{wrapper_part(within[0])!r} inside the name, which a wrapper put there ({listed(within[:1])} is "
             f"{canonical(within[0])!r} of the model). Save the model without it, or rename the tensors without it"
         )
-    return None
+    return _of_peft_model(checkpoint, layout, state)
+
+
+def _of_peft_model(checkpoint: Checkpoint, layout: CheckpointLayout, state: Collection[str]) -> str | None:
+    """Return the problem of a folder with all of a PeftModel's tensors: its base's, and those of its adapters."""
+    plain = {disk: without_peft_levels(without_peft_prefix(disk)) for disk in layout.unknown}
+    of_base = {disk: name for disk, name in plain.items() if name != disk and name in state}
+    of_layers = [disk for disk in of_base if ".base_layer." in disk]
+    if not of_layers:
+        return None
+    others = len(layout.unknown) - len(of_base)
+    return (
+        f"{_files(checkpoint, of_layers)}: the tensors of a whole PeftModel, {counted(len(of_base), 'weight')} of its "
+        f"base ({listed(of_layers[:1])} is {of_base[of_layers[0]]!r} of the model) and {counted(others, 'other')}. "
+        f"Save the adapter alone with the PeftModel's save_pretrained, or the base after merge_lora_inplace; or, of "
+        f"these files, rename the base's tensors as the model has them, and move the others to a folder with the "
+        f"adapter_config.json"
+    )
 
 
 def _under_a_prefix(
