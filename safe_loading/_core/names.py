@@ -52,15 +52,6 @@ def without_peft_prefix(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX)
 
 
-def accessed(path: str) -> str:
-    """Return a path as it is written behind the name of a module.
-
-    >>> accessed("0.model")
-    '[0].model'
-    """
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
-
-
 def with_stars(name: str) -> str:
     """Return a name with a star for each number in it, which the same module of every layer has.
 

@@ -120,7 +120,7 @@ def check_fit(
 
 
 def _or_without_pooler(model: PreTrainedModel, problems: Sequence[str]) -> str:
-    """Return the way to a base without its pooler, which a model of masked words has none of, and few embeddings use."""
+    """Return the way to a base without its pooler, which a model of masked words lacks, and few embeddings use."""
     has_choice = _POOLER in inspect.signature(type(model).__init__).parameters
     if not has_choice or not all(problem.startswith("pooler.") for problem in problems):
         return ""

@@ -78,7 +78,9 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]
     if errors:
         raise refusal([adapter], f"the loaded adapter {name!r}", errors)
-    values = {key: _by_expert(model, key, value.to(slots[key].tensor), slots[key]) for key, value in new.tensors.items()}
+    values = {
+        key: _by_expert(model, key, value.to(slots[key].tensor), slots[key]) for key, value in new.tensors.items()
+    }
     return StagedSwap(adapter, config, slots, values, findings, file.renamed)
 
 
@@ -143,7 +145,7 @@ def _by_expert(model: PeftModel, key: str, value: torch.Tensor, slot: AdapterSlo
     experts = getattr(model.get_submodule(path), "num_experts", 1) if is_factor else 1
     if experts == 1 or value.shape == slot.tensor.shape:
         return value
-    each = value.unflatten(0, (experts, -1))
+    each = torch.unflatten(value, 0, (experts, -1))
     lacking = slot.tensor.shape[0] // experts - each.shape[1]
     return torch.nn.functional.pad(each, (0, 0, 0, lacking)).flatten(0, 1)
 

@@ -19,7 +19,7 @@ from safe_loading._core.log import logger
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.formats.four_bit import reordering_findings
-from safe_loading._model.peft_layers import adapters_of, tuner_of, without_peft_levels
+from safe_loading._model.peft_layers import adapters_of, module_in_model, tuner_of, without_peft_levels
 from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._model.torch_state import torch_kept_when_raised
 from safe_loading._ranks.default_device import tensors_on_host
@@ -144,8 +144,7 @@ def _tuner_of(model: torch.nn.Module) -> BaseTuner:
         inside = next((name for name, each in modules if name and tuner_of(each) is not None), None)
         fix = "Pass a peft.PeftModel with LoRA adapters, as load_peft_on_rank returns."
         if inside is not None:
-            dotted = all(map(str.isidentifier, inside.split(".")))
-            fix = f"Pass the model in it: `model.{inside if dotted else f'get_submodule({inside!r})'}`."
+            fix = f"Pass the model in it: `{module_in_model(inside)}`."
         raise ArgumentError(
             f"{type(model).__name__} has no adapter that can be merged"
             + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")

@@ -14,7 +14,6 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import PreTrainedModel
 
 from safe_loading._core.engines import is_integrated
-from safe_loading._core.names import accessed
 from safe_loading._core.walk import unordered_modules
 
 
@@ -46,11 +45,20 @@ def has_adapters(model: torch.nn.Module) -> TypeGuard[PeftModel]:
     return isinstance(model, (PeftModel, PeftMixedModel))
 
 
+def module_in_model(path: str) -> str:
+    """Return a module of a model as it is written for a reader.
+
+    >>> module_in_model("net.policy"), module_in_model("0.0")
+    ('model.net.policy', "model.get_submodule('0.0')")
+    """
+    return f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
+
+
 def whose_layers(model: torch.nn.Module) -> str | None:
     """Return which PeftModel has the layers of a model that is none itself, in words; None if it has no such layer."""
     inside = next((path for path, module in model.named_modules() if path and has_adapters(module)), None)
     if inside is not None:
-        return f"the PeftModel in it, model{accessed(inside)}"
+        return f"the PeftModel in it, {module_in_model(inside)}"
     return "a PeftModel around it" if any(is_tuner_layer(module) for module in model.modules()) else None
 
 

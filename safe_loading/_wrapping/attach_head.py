@@ -14,9 +14,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from safe_loading._core.engines import is_integrated
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.names import method_name
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.peft_layers import has_adapters, whose_layers
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
@@ -83,7 +85,7 @@ def attach_head(
     adapter, config = "", None
     if isinstance(model, PeftModel):
         adapter, config = _adapter(model, adapter_name)
-    problems = head_problems(model, base, name, module)
+    problems = [*_adapters_elsewhere(model, name), *head_problems(model, base, name, module)]
     if config is not None:
         # If the model has an attribute of this name, head_problems has refused the name already.
         problems += _not_loaded(config, name) if source is None and not hasattr(model, name) else []
@@ -111,6 +113,21 @@ def attach_head(
             first = next(module.parameters(), None)
             devices[name] = _device_and_dtype_of_output(base)[0] if first is None else first.device
         return model
+
+
+def _adapters_elsewhere(model: nn.Module, name: str) -> list[str]:
+    """Return a problem when another model saves the adapters that this one has: the head would be in no file."""
+    if has_adapters(model):
+        return []
+    if is_integrated(model):
+        return [
+            f"its adapters were put in by transformers, which saves no head that comes later: attach it before "
+            f"model.add_adapter(LoraConfig(..., modules_to_save=[{name!r}]))."
+        ]
+    owner = whose_layers(model)
+    if owner is None:
+        return []
+    return [f"its adapters are saved by {owner}, without the head: attach it to that one, before any wrapper."]
 
 
 def _undo_of(module: nn.Module, config: Any) -> Callable[[], None]:

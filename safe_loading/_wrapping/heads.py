@@ -11,9 +11,6 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from safe_loading._core.engines import is_integrated
-from safe_loading._model.peft_layers import has_adapters, whose_layers
-
 HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
 # peft lists both in modules_to_save of every sequence classifier, which has one of them.
 _EITHER_NAME = frozenset({"classifier", "score"})
@@ -49,7 +46,7 @@ def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Modul
     """Return the reasons why a head of this name cannot be attached, one per line."""
     if not name.isidentifier():
         return [f"{name!r} is not a valid name of an attribute."]
-    problems = _adapters_elsewhere(model, name)
+    problems = []
     if hasattr(model, name):
         problems.append(f"the model has {name!r} already; choose another name: {free_name(model, name)!r} is free.")
     # peft matches modules_to_save against the ends of module paths.
@@ -70,19 +67,6 @@ def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Modul
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         problems.append("the model is sharded already, so nothing would reduce the head's gradients; attach it before.")
     return problems
-
-
-def _adapters_elsewhere(model: nn.Module, name: str) -> list[str]:
-    """Return a problem when the model has adapters and is not what saves them: the head would be in no file."""
-    if has_adapters(model):
-        return []
-    if is_integrated(model):
-        return [
-            f"its adapters were put in by transformers, which saves no head that comes later: attach it before "
-            f"model.add_adapter(LoraConfig(..., modules_to_save=[{name!r}]))."
-        ]
-    owner = whose_layers(model)
-    return [] if owner is None else [f"its adapters are saved by {owner}, without the head: attach it to that one, before any wrapper."]
 
 
 def free_name(model: nn.Module, name: str) -> str:

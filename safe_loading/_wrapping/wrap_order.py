@@ -9,7 +9,6 @@ from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from safe_loading._core.names import accessed
 from safe_loading.errors import WrapError
 
 from .heads import free_name
@@ -168,6 +167,11 @@ def _apart(models: Iterable[nn.Module]) -> list[nn.Module]:
     each = list(dict.fromkeys(models))
     within = {module for model in each for module in model.modules() if module is not model}
     return [model for model in each if model not in within]
+
+
+def accessed(path: str) -> str:
+    """Return a path as it is written behind the name of a module: ``[0].model`` for ``0.model``."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
 
 
 def _message(wrapper: HidingWrapper, mixin: str) -> str:

@@ -13,13 +13,13 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a torch.nn.Module": _WRAPPED,
         "pass a model and the head's name": _WRAPPED,
         "pass a torch.dtype": _WRAPPED,
+        "attach it before model.add_adapter": f"{_HEADS}test_a_head_comes_before_the_adapter_that_transformers_puts_in",
+        "attach it to that one": f"{_HEADS}test_a_head_that_no_adapter_would_save_is_refused",
         "name the one of the head": f"{_ADVISED}test_the_adapter_of_a_head_is_named",
     },
     "_wrapping/heads.py": {
         "choose another name": _WRAPPED,
         "put it into a module with a forward": _WRAPPED,
-        "attach it before model.add_adapter": f"{_HEADS}test_a_head_comes_before_the_adapter_that_transformers_puts_in",
-        "attach it to that one": f"{_HEADS}test_a_head_that_no_adapter_would_save_is_refused",
         "attach it before": "sharding/test_wrap_fsdp_meta_safe_peft.py::"
         "test_a_head_that_came_later_is_sharded_and_computes",
     },

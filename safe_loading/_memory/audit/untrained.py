@@ -10,12 +10,13 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, PreTrainedModel
 
-from safe_loading._core.names import accessed, method_name
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
 from safe_loading._memory.trace.inputs import is_of_engine
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.text_config import text_config
 from safe_loading._wrapping.transparent import mixins_and_original
+from safe_loading._wrapping.wrap_order import accessed
 
 from .audited_model import AuditedModel, has_values, size_of
 from .kept_memory import is_target

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from safe_loading._core.names import accessed
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-from safe_loading._wrapping.wrap_order import HidingWrapper, inside_engines
+from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
 
 from .audited_model import AuditedModel, size_of
 from .kept_memory import is_average, is_teacher
