@@ -29,6 +29,10 @@ from .peft_config import of_pattern
 from .slots import AdapterSlot, adapter_slots, route, saved_tensors
 from .starts import starts_on_base
 
+# Fields of a LoRA's config after which peft builds other layers, whose tensors may be the same.
+_BUILT_INTO_LAYERS = ("arrow_config", "monteclora_config", "use_bdlora", "use_qalora", "velora_config")
+_TOKENS = "alora_invocation_tokens"
+
 
 @dataclasses.dataclass(frozen=True)
 class StagedSwap:
@@ -166,13 +170,27 @@ def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded:
         problems.append(f"adapter {adapter.name!r} is merged into the base. Call model.unmerge_adapter() first.")
     configs = (config, model.peft_config[adapter.name])
     patterns = any(getattr(each, name, None) for each in configs for name in ("rank_pattern", "alpha_pattern"))
-    problems += _other_start(*configs)
+    problems += [*_other_layers(*configs), *_other_start(*configs)]
     if padded and patterns:
         problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
+    if padded and any(getattr(each, "use_bdlora", None) for each in configs):  # the rows of each block stand together
+        problems.append("the ranks differ and the factors have blocks (use_bdlora). Load it under another name.")
     # hotswap_adapter_from_state_dict ends in an AttributeError for these
     if any(adapter.name in layer.lora_embedding_A for layer in _layers(model)):
         problems.append("peft cannot swap a LoRA on an embedding. Load it under another name.")
     return problems
+
+
+def _other_layers(new: LoraConfig, loaded: PeftConfig) -> list[str]:
+    """Return a problem when the loaded adapter's layers compute otherwise than the new one's, with tensors as many."""
+    of_new, of_loaded = (each.to_dict() for each in (new, loaded))  # type: ignore[no-untyped-call]  # peft's
+    different = [name for name in _BUILT_INTO_LAYERS if of_new.get(name) != of_loaded.get(name)]
+    if (of_new.get(_TOKENS) is None) != (of_loaded.get(_TOKENS) is None):  # which ones, each pass reads in the config
+        different.append(_TOKENS)
+    if not different:
+        return []
+    values = ", ".join(f"{name} is {of_new.get(name)!r}, not {of_loaded.get(name)!r}" for name in different)
+    return [f"the layers of the loaded adapter compute otherwise: {values}. Load it under another name."]
 
 
 def _other_start(new: LoraConfig, loaded: PeftConfig) -> list[str]:

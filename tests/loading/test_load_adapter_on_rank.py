@@ -187,6 +187,47 @@ def test_a_smaller_rank_of_fused_experts_is_padded_expert_by_expert(tmp_path: Pa
     assert torch.allclose(logits(load_peft_on_rank(tmp_path / "base", tmp_path / "saved")), logits(model), atol=1e-6)
 
 
+_BLOCKS = {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": [], "nblocks": 2, "match_strict": False}
+OTHER_LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an aLoRA into a LoRA": ({}, {"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens is \[5, 6\], not None"),
+    "a LoRA into an aLoRA": ({"alora_invocation_tokens": [5, 6]}, {}, r"alora_invocation_tokens is None, not \[5, 6\]"),
+    "a LoRA of groups": ({}, {"use_qalora": True, "qalora_group_size": 1}, "use_qalora is True, not False"),
+    "a smaller rank of blocks": (
+        {"use_bdlora": _BLOCKS},
+        {"use_bdlora": _BLOCKS, "r": 2},
+        r"have blocks \(use_bdlora\)",
+    ),
+}
+
+
+@needs("peft", "0.20")
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_an_adapter_whose_layers_compute_otherwise_has_a_name_of_its_own(
+    kind: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    first, second, reason = OTHER_LAYERS[kind]
+    one = save_adapter(tmp_path / "one", tiny_llama, seed=1, **first)
+    two = save_adapter(tmp_path / "two", tiny_llama, seed=2, **second)
+    model = load_peft_on_rank(tiny_llama, one)
+    before = logits(model)
+    with pytest.raises(AdapterError, match=rf"{reason}.*Load it under another name"):
+        load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), before)
+    load_adapter_on_rank(model, two, "second")
+    model.set_adapter("second")
+    assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
+
+
+@needs("peft", "0.20")
+def test_a_swap_takes_the_invocation_tokens_of_its_config(tmp_path: Path, tiny_llama: Path) -> None:
+    one, two = (
+        save_adapter(tmp_path / str(token), tiny_llama, seed=token, alora_invocation_tokens=[token]) for token in (5, 7)
+    )
+    model = load_peft_on_rank(tiny_llama, one)
+    load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
+
+
 @needs("peft", "0.20")
 def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safe_loading._loading import hot_swap as swap
