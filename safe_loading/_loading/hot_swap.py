@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from safe_loading._checkpoint.adapter_config import factors_of_other_rank
 from safe_loading._checkpoint.faults import fault
@@ -42,6 +43,7 @@ class StagedSwap:
     config: LoraConfig
     slots: dict[str, AdapterSlot]  # the loaded adapter's tensors, by key
     values: dict[str, torch.Tensor]  # their new values, by key
+    padded: bool  # whether the new rank is the smaller one
     findings: list[Finding]
     renamed: dict[str, str]  # {key on disk: key used}
 
@@ -82,10 +84,9 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]
     if errors:
         raise refusal([adapter], f"the loaded adapter {name!r}", errors)
-    values = {
-        key: _by_expert(model, key, value.to(slots[key].tensor), slots[key]) for key, value in new.tensors.items()
-    }
-    return StagedSwap(adapter, config, slots, values, findings, file.renamed)
+    filled = {key: _filled(model, key, value, slots[key].tensor.shape) for key, value in new.tensors.items()}
+    values = {key: _as_split(value.to(slots[key].tensor), slots[key].tensor) for key, value in filled.items()}
+    return StagedSwap(adapter, config, slots, values, padded, findings, file.renamed)
 
 
 def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
@@ -114,7 +115,7 @@ def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
             for key in staged.values.keys() - lora.keys():
                 staged.slots[key].tensor.copy_(staged.values[key])
         config.inference_mode = old_config.inference_mode
-        if any(slot.tensor.shape != staged.values[key].shape for key, slot in staged.slots.items()):
+        if staged.padded:
             _describe_padded(config, old_config)
         model.peft_config[name] = config
     return Attached.of(model, staged.findings, [slot.tensor for slot in staged.slots.values()], staged.renamed)
@@ -140,18 +141,26 @@ def _set_scalings(model: PeftModel, name: str, config: LoraConfig) -> None:
             layer.scaling[name] = value
 
 
-def _by_expert(model: PeftModel, key: str, value: torch.Tensor, slot: AdapterSlot) -> torch.Tensor:
-    """Return a value as it is, or a lora_A of fused experts with the rank that each of them has in the slot.
+def _filled(model: PeftModel, key: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a factor with zeros up to the rank that it has in the model; other values as they are.
 
-    The experts are the slowest index of lora_A, and peft would append the zeros of all of them to the last.
+    peft would append those of all fused experts to the last: the experts are the slowest index of lora_A.
     """
-    path, is_factor, _ = key.partition(".lora_A.")
-    experts = getattr(model.get_submodule(path), "num_experts", 1) if is_factor else 1
-    if experts == 1 or value.shape == slot.tensor.shape:
+    if value.shape == shape or value.dim() != 2:  # of convolutions peft knows the groups
         return value
+    path, is_a, _ = key.partition(".lora_A.")
+    if not is_a:
+        return torch.nn.functional.pad(value, (0, shape[1] - value.shape[1]))
+    experts = getattr(model.get_submodule(path), "num_experts", 1)
     each = torch.unflatten(value, 0, (experts, -1))
-    lacking = slot.tensor.shape[0] // experts - each.shape[1]
-    return torch.nn.functional.pad(each, (0, 0, 0, lacking)).flatten(0, 1)
+    return torch.nn.functional.pad(each, (0, 0, 0, shape[0] // experts - each.shape[1])).flatten(0, 1)
+
+
+def _as_split(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a value split over ranks as a tensor of the model is; peft has done so where the ranks are the same."""
+    if not isinstance(tensor, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _describe_padded(config: LoraConfig, loaded: PeftConfig) -> None:
@@ -183,7 +192,7 @@ def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded:
 
 def _other_layers(new: LoraConfig, loaded: PeftConfig) -> list[str]:
     """Return a problem when the loaded adapter's layers compute otherwise than the new one's, with tensors as many."""
-    of_new, of_loaded = (each.to_dict() for each in (new, loaded))  # type: ignore[no-untyped-call]  # peft's
+    of_new, of_loaded = (each.to_dict() for each in (new, loaded))
     different = [name for name in _BUILT_INTO_LAYERS if of_new.get(name) != of_loaded.get(name)]
     if (of_new.get(_TOKENS) is None) != (of_loaded.get(_TOKENS) is None):  # which ones, each pass reads in the config
         different.append(_TOKENS)

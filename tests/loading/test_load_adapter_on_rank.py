@@ -23,6 +23,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    wrap_fsdp_meta_safe,
 )
 
 
@@ -172,6 +173,16 @@ def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llam
     assert torch.allclose(logits(model), logits(two_steps(small, tiny_llama)), atol=1e-6)
     model.save_pretrained(tmp_path / "saved")
     assert torch.allclose(logits(load_peft_on_rank(tiny_llama, tmp_path / "saved")), logits(model), atol=1e-6)
+
+
+@needs("peft", "0.20")
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("rank", [4, 2])
+def test_an_adapter_is_swapped_into_one_that_is_split_over_ranks(tmp_path: Path, tiny_llama: Path, rank: int) -> None:
+    model = wrap_fsdp_meta_safe(load_peft_on_rank(tiny_llama, save_adapter(tmp_path / "first", tiny_llama)))
+    second = save_adapter(tmp_path / "second", tiny_llama, seed=1, r=rank)
+    load_adapter_on_rank(model, second, "default", hotswap=True)  # type: ignore[arg-type]  # it stays a PeftModel
+    assert torch.allclose(logits(model), logits(two_steps(second, tiny_llama)), atol=1e-6)
 
 
 @needs("peft", "0.20")
