@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import textwrap
 import warnings
@@ -247,7 +246,7 @@ def test_the_largest_micro_batch_of_a_rank() -> None:
     spread, step = Spread.fsdp2(4), Workload.train(1, 48)
     memory = 2**29 + 40 * 2**20
     best = largest_micro_batch(on_meta(), step, memory, spread=spread)
-    rows = int(re.findall(r"batch_size=(\d+)", best.workload)[0])
+    rows = best.workload.batch_size
     assert best.fits(memory)
     assert best == predict_memory(on_meta(), step.replace(batch_size=rows), spread=spread)
     assert not predict_memory(on_meta(), step.replace(batch_size=rows + 1), spread=spread).fits(memory)

@@ -243,7 +243,7 @@ class StepInputs:
     def special_tokens(self) -> list[torch.Tensor]:
         """Return the ids of the special tokens, which ``generate()`` puts on the device."""
         config = getattr(self._base, "generation_config", None)
-        names = ["bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"]
+        names = ["bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id"]
         ids = (getattr(config, name, None) for name in names)
         return [self.tokens(len(each) if isinstance(each, (list, tuple)) else 1) for each in ids if each is not None]
 
