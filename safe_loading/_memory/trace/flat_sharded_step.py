@@ -38,7 +38,7 @@ from .ledger import Ledger
 from .sharded_step import resizing_seen
 from .trained_parameters import TrainedParameters
 
-BACKWARD_PREFETCH = dict(
+BACKWARD_PREFETCH: dict[str, BackwardPrefetch | None] = dict(
     zip(PREFETCHES, (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None), strict=True)
 )
 
