@@ -1,4 +1,4 @@
-"""The step that the arguments of a Trainer say, or those of one of trl's trainers. Imports no torch."""
+"""The step that a Trainer's arguments describe, or those of one of trl's trainers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_padding_free(args: Any) -> bool:
     if "SFTConfig" not in _classes(args):
         return False
     wholly = getattr(args, "packing_strategy", "bfd") != "wrapped"  # that cuts texts, and its rows are full
-    return bool(args.padding_free or (args.packing and wholly))
+    return bool(getattr(args, "padding_free", False) or (args.packing and wholly))
 
 
 def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:
 
 
 def _problems(args: Any, classes: set[str], length: object) -> list[str]:
-    """Return the arguments that no workload says, and those that say nothing of a size."""
+    """Return the problems of arguments that no workload can express, and of a length that none of them gives."""
     problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
     name, of_trl = type(args).__name__, _trl_class(args)
     if of_trl is not None and of_trl.__name__ not in _KNOWN:  # also where it is made from one of these

@@ -288,8 +288,8 @@ class Workload:
     ) -> Workload:
         """The step that a Trainer runs with these arguments, or a trainer of trl's with its config.
 
-        Micro-batches, precision, checkpointing, the optimizer, smoothed labels and the evaluation are those that the
-        arguments say, defaults included: of trl's for example bfloat16, checkpointing, and its fused LM head. A pair of
+        Micro-batches, precision, checkpointing, the optimizer, smoothed labels and the evaluation are those of the
+        arguments, defaults included: with trl for example bfloat16, checkpointing, and its fused LM head. A pair of
         preferences is two rows. How a job is spread (``fsdp=``, ``deepspeed=``) is for the ``spread=`` of a forecast.
 
         Args:
@@ -301,8 +301,8 @@ class Workload:
                 of the model: ``.replace(reference="adapter_off")`` for a model that has its adapter already.
 
         Raises:
-            ArgumentError: An argument that no workload says, such as ``torch_compile=True``; an optimizer that is not
-                known; or no length.
+            ArgumentError: An argument that no workload expresses, such as ``torch_compile=True``; an optimizer that is
+                not known; or no length.
         """
         from .training_args import step_of  # whoever places a model has no trainer
 
