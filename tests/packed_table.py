@@ -166,7 +166,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _loss(model: Any) -> torch.Tensor:
-    loss: torch.Tensor = model.eval()(input_ids=TOKENS, labels=TOKENS).loss
+    loss: torch.Tensor = model.train()(input_ids=TOKENS, labels=TOKENS).loss
     loss.backward()
     return loss.detach()
 

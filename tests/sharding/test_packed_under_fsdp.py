@@ -20,7 +20,7 @@ TOKENS = torch.arange(24).view(2, 12) % 101
 
 def step(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the loss of a training step and its gradients."""
-    loss = model.eval()(input_ids=TOKENS, labels=TOKENS).loss
+    loss = model.train()(input_ids=TOKENS, labels=TOKENS).loss
     loss.backward()
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return loss.detach(), [getattr(gradient, "_local_tensor", gradient) for gradient in found]
