@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from safe_loading.errors import ArgumentError
 
 from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
+from .training_args import step_of
 from .workload_problems import SOUGHT, checked_numbers, is_count
 
 if TYPE_CHECKING:
@@ -304,8 +305,6 @@ class Workload:
             ArgumentError: An argument that no workload expresses, such as ``torch_compile=True``; an optimizer that is
                 not known; or no length.
         """
-        from .training_args import step_of  # whoever places a model has no trainer
-
         return Workload.train(**step_of(args, sequence_length, adapter))
 
     @property

@@ -87,13 +87,14 @@ def base_on_meta(
 
 def refuse_unknown_arguments(auto_class: ModelClass, folder: ModelFolder, base_kwargs: EngineKwargs) -> None:
     """Refuse arguments that neither the base's config nor its class takes."""
+    if not base_kwargs or base_kwargs.get("gguf_file"):
+        return
     try:
         with quiet():
-            config, unused = changed_config(folder, {"trust_remote_code": False, **base_kwargs})
+            config, unused = changed_config(folder, base_kwargs)
     except Exception:  # remote code may do anything
         return
-    if not base_kwargs.get("gguf_file"):
-        refuse_unknown(for_constructor(unused), config, auto_class)
+    refuse_unknown(for_constructor(unused), config, auto_class)
 
 
 def check_fit(
