@@ -90,6 +90,7 @@ MADE_BY_TESTS = {
         "test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends",
         "sizes-ignored": "model/test_meta_model.py::"
         "test_a_vocabulary_that_a_class_would_ignore_is_planned_with_a_finding_and_not_loaded",
+        "quantization-assumed": "model/test_weights_dtype.py::test_a_quantized_name_without_a_quantization_is_told",
         "dtype-assumed": "model/test_weights_dtype.py::test_the_advice_of_an_assumed_dtype_taken",
     },
     "merging.md": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from safe_loading.errors import ArgumentError, SafeLoadingError
 from .attention_names import attention_of, scratch_is_known, without_packages
 from .formats.card_findings import bytes_of_parameters, experts_not_quantized
 from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
-from .formats.registry import FORMATS
+from .formats.registry import FORMATS, QUANTIZED_NAME
 from .meta_model import class_assumed, meta_model
 from .model_config import ignored_sizes, lift_quantization
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
@@ -83,6 +84,7 @@ def quantized_meta_model(
         known += filter(None, [class_assumed(plain, model, trust_remote_code=trusted)])
     known += [_of_attention(name) for name in attention_of(model) if not scratch_is_known(name)]
     if request is None:
+        known += filter(None, [_quantization_assumed(config, folder)])
         return QuantizedModel(model, findings=known)
     chosen = _known_format(request)
     refuse_costly_patterns(request, (path for path, _ in model.named_modules()))
@@ -117,6 +119,22 @@ def _train_as_loaded(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
+
+
+def _quantization_assumed(config: PreTrainedConfig, folder: ModelFolder | None) -> Finding | None:
+    """Return the finding of plain weights whose name is that of a quantized checkpoint, where no header decides."""
+    path = folder.path if folder is not None else Path(config.name_or_path or "")
+    if path.parent.name == "snapshots":  # in the hub's cache, whose snapshots are named by hashes
+        path = path.parent.parent
+    word = QUANTIZED_NAME.search(path.name)
+    if word is None or (folder is not None and folder.inspect_checkpoint(kind="model")[0] is not None):
+        return None
+    message = (
+        f"the name {path.name} says {word[0]}, but neither the config nor a file beside it names a quantization: plain "
+        f"weights are counted."
+    )
+    fix = "pass the folder with its weights, whose headers say what they are."
+    return Finding("quantization-assumed", "warning", str(path), message, fix)
 
 
 def _known_format(request: QuantizationRequest) -> Format:

@@ -158,6 +158,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "save it with save_pretrained": _DEQUANTIZED,
     },
     "_model/quantized_meta_model.py": {
+        "pass the folder with its weights": "model/test_weights_dtype.py::"
+        "test_a_quantized_name_without_a_quantization_is_told",
         "leave room for it with overhead=": _ENDED,
         "leave room for one weight in float32": _ENDED,
         "take the checkpoint in 16 bits": _PLANNED,

@@ -127,9 +127,9 @@ def test_weights_that_are_here_say_their_dtype(kind: str, tmp_path: Path, monkey
     assert found.allocated_peak_bytes == asked.allocated_peak_bytes
 
 
-def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str = "tiny") -> str:
     """Lay a folder into a cache as huggingface_hub does, links to blobs included, and return its id."""
-    root = cache / "models--org--tiny"
+    root = cache / f"models--org--{name}"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     for folder in (snapshot, blobs, root / "refs"):
         folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         path.write_bytes((blobs / path.name).read_bytes())
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return "org/tiny"
+    return f"org/{name}"
 
 
 def test_the_config_goes_before_the_headers_as_in_the_load(tmp_path: Path) -> None:
@@ -184,3 +184,24 @@ def test_a_config_made_by_hand_has_the_dtype_that_from_config_gives_it() -> None
     config = LlamaConfig(**SIZES)
     assert find_weights_dtype(None, config) == (torch.float32, None)
     assert AutoModelForCausalLM.from_config(config).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["folder", "hub id", "config"])
+def test_a_quantized_name_without_a_quantization_is_told(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishers leave the quantization to a file beside the config, which may not have come along."""
+    folder = folder_of(tmp_path, {**LLAMA, "dtype": "bfloat16"}).rename(tmp_path / "Llama-3.1-70B-Instruct-FP8")
+    source: Any = folder
+    if kind == "hub id":
+        source = cached(folder, tmp_path / "cache", monkeypatch, "Llama-3.1-70B-NVFP4")
+    elif kind == "config":
+        source = AutoConfig.from_pretrained(folder)
+    (found,) = plan_device_map(source, CARD, verify=False).findings
+    assert (found.code, found.severity) == ("quantization-assumed", "warning")
+    word = "NVFP4" if kind == "hub id" else "FP8"
+    assert f"says {word}, but neither the config nor a file beside it" in found.message
+    assert any("plain weights are counted" in note for note in predict_memory(source, STEP).notes)
+    with_weights = save_llama(tmp_path / "saved", torch.bfloat16).rename(tmp_path / "Llama-AWQ-w4a16")
+    assert codes(with_weights) == set()
+    assert codes(folder.rename(tmp_path / "Llama-3.1-8B-Int44")) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -32,6 +33,10 @@ FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
 STORED: Mapping[str, StoredCodes] = {
     each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS, STORED_BITNET)
 }
+# The words by which publishers name a quantized checkpoint: "Llama-3.1-70B-Instruct-FP8", "Qwen3-8B-AWQ-w4a16".
+QUANTIZED_NAME = re.compile(
+    r"(?<![a-z0-9])(?:(?:nv|mx)?fp[48]|w\d{1,2}a\d{1,2}|int[48]|[48]-?bit|awq|gptq|hqq|bnb)(?![a-z0-9])", re.IGNORECASE
+)
 KNOWN_ON_DISK = (
     "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, MXFP4, and packed weights of BitNet"
 )
