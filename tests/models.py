@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import pytest
 
 SIZES = {
     "hidden_size": 32,
@@ -152,3 +155,21 @@ class Made:
         if key not in self._folders:
             self._folders[key] = save(self._root / str(len(self._folders)))
         return self._folders[key]
+
+
+def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str = "tiny") -> str:
+    """Lay a folder into a cache as huggingface_hub does, links to blobs included, and return its id."""
+    from huggingface_hub import constants
+
+    root = cache / f"models--org--{name}"
+    snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
+    for folder in (snapshot, blobs, root / "refs"):
+        folder.mkdir(parents=True)
+    (root / "refs" / "main").write_text(snapshot.name)
+    for path in saved.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+        path.write_bytes((blobs / path.name).read_bytes())
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return f"org/{name}"

@@ -30,6 +30,7 @@ MADE_BY_TESTS = {
         "SL124": "memory/test_audit_model.py::test_what_layers_in_8_bits_keep_under_checkpointing",
     },
     "checkpoints.md": {
+        "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "hash-unknown": "checkpoint/test_published_hashes.py::test_files_that_nobody_published_are_named",
         "manifest": "checkpoint/test_published_hashes.py::test_a_manifest_of_another_kind_is_an_error",
         "not-signed": "checkpoint/test_signer.py::"
@@ -51,6 +52,7 @@ MADE_BY_TESTS = {
         "unreadable": "loading/test_check_checkpoint.py::test_a_folder_that_cannot_be_listed_is_a_finding",
     },
     "loading.md": {
+        "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "no-tensors": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
@@ -67,6 +69,7 @@ MADE_BY_TESTS = {
         "test_projections_that_differ_from_the_shared_ones_are_refused",
     },
     "merge_checkpoint.md": {
+        "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "modules-of-adapter": "merging/test_merge_lora_checkpoint_modules.py::"
         "test_the_modules_that_were_trained_with_an_adapter_come_along",
         "trained-beside": "loading/test_other_writers.py::"

@@ -26,7 +26,7 @@ from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoading
 from .base_model import base_config
 from .inject import prepare
 from .load import BaseOnDisk, LoadOptions, check_before_load
-from .sources import BaseRequest, resolve_base
+from .sources import BaseRequest, other_base_findings, resolve_base
 from .starts import builds_on_meta, random_start
 
 _SAVE_AGAIN = "save it again with `save_pretrained`, copy or download the whole folder again, or correct its config"
@@ -78,9 +78,15 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
             method = method_name(adapter.config.peft_type)
             answer = answer._replace(by=f"{answer.by}, where {method} cannot be attached")
         own = {} if facts.header is None else facts.header.tensors
-        rows = max(rows_of(own), rows_of(checked.opened.read_checkpoint().tensors))
+        of_base = checked.opened.read_checkpoint()
+        rows, other = max(rows_of(own), rows_of(of_base.tensors)), other_base_findings([facts], of_base)
         return answer._replace(
-            findings=[*answer.findings, *start, *tokenizer_findings(facts.path, rows, known=words_in(base.folder))]
+            findings=[
+                *answer.findings,
+                *start,
+                *other,
+                *tokenizer_findings(facts.path, rows, known=words_in(base.folder)),
+            ]
         )
 
     return _asked(opened.path, check)

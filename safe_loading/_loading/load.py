@@ -52,6 +52,7 @@ from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .load_base import load_base, loading_findings, name_base, refuse_missing_weights, untied_findings
 from .report import LoadedPart
+from .sources import other_base_findings
 from .split_base import said_of_split_base
 from .vocabulary import resize_to_adapters
 
@@ -132,8 +133,11 @@ def check_before_load(
         refuse_out_of_proportion(meta_model, folder / CONFIG, on_disk)
     if meta_model is not None:
         _require_devices(options.devices, meta_model)
-    findings = chosen.findings if checkpoint is None else (*chosen.findings, *base_findings(opened, checkpoint))
-    found = BaseOnDisk(base, opened, config, auto_class, findings)
+    findings = [*chosen.findings]
+    if checkpoint is not None:
+        findings += base_findings(opened, checkpoint)
+        findings += other_base_findings((adapter.facts for adapter in adapters), checkpoint)
+    found = BaseOnDisk(base, opened, config, auto_class, tuple(findings))
     return found if meta_model is None else _checked_on_meta(found, meta_model, checkpoint, adapters, options, build)
 
 

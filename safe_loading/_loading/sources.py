@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
-from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, is_revision, resolve
+from safe_loading._checkpoint.faults import note
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, is_revision, resolve, small_files
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.paths import is_there
 from safe_loading._core.protocols import EngineKwargs
-from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound
+from safe_loading._core.report import Finding
+from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, SafeLoadingError
 
 Source = str | os.PathLike[str]
 _OTHER_LIBRARIES = frozenset({"diffusers", "lerobot", "timm", "torchvision", "open_clip"})
+_COMPARED = frozenset({"F32", "BF16", "F16"})  # codes say nothing without their scales
+_MOST_COMPARED = 3  # weights: the first layer's, one of the middle and one of the last layers
+_COMPARED_BYTES = 1 << 16
 HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 
@@ -113,3 +122,65 @@ def _refuse_other_library(adapter: AdapterFolder) -> None:
             f"{adapter.config_file}: it was trained on a {kind} of {library}, which is not loaded here. Load that "
             f"model with {library}, and pass it as base_model to load_peft_on_rank."
         )
+
+
+def other_base_findings(adapters: Iterable[AdapterFolder], base: Checkpoint) -> list[Finding]:
+    """Return the findings of adapters that name a base on this machine whose weights are not those of this one.
+
+    So it is with an adapter that was trained on a merged model, or is merged already. Nothing is downloaded, and of
+    each of a few weights that the adapter changes the first bytes are compared.
+    """
+    findings = []
+    for adapter in adapters:
+        named = _named_checkpoint(adapter, base)
+        different = None if named is None else _different_weight(adapter, named, base)
+        if named is not None and different is not None:
+            source = adapter.config["base_model_name_or_path"]
+            message = (
+                f"its config names {source!r} as its base, which is on this machine and has other weights than "
+                f"{base.folder}, as {different} shows: it was trained on another model than this one"
+            )
+            fix = "pass the base that it names; keep this one where you want the adapter on another model"
+            findings.append(note("warning", "base-differs", adapter.path, message, fix))
+    return findings
+
+
+def _named_checkpoint(adapter: AdapterFolder, base: Checkpoint) -> Checkpoint | None:
+    """Return the headers of the base that an adapter names; None where it is not here, or is this base."""
+    named = adapter.config.get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return None
+    revision = None if is_there(Path(named).expanduser()) else adapter.config.get("revision") or None
+    try:
+        folder = resolve(named, small_files, revision=revision, hub={"local_files_only": True}).folder
+        return None if folder.samefile(base.folder) else ModelFolder(folder).whole_checkpoint
+    except (SafeLoadingError, OSError):
+        return None
+
+
+def _different_weight(adapter: AdapterFolder, named: Checkpoint, base: Checkpoint) -> str | None:
+    """Return the first weight of a few that two bases hold with other values, of the layers that an adapter has."""
+    words = {word for name in (adapter.header.tensors if adapter.header else ()) for word in name.split(".")}
+    both = [
+        (info, other)
+        for name, info in base.tensors.items()
+        if name.endswith(".weight") and name.split(".")[-2] in words and info.dtype in _COMPARED
+        if (other := named.tensors.get(name)) is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
+    ]
+    for info, other in both[:: max(1, len(both) // _MOST_COMPARED)]:
+        file, of_named = base.file_of[info.name], named.file_of[info.name]
+        if not _is_copy(file, of_named) and _first_bytes(file, info) != _first_bytes(of_named, other):
+            return info.name
+    return None
+
+
+def _is_copy(file: Path, other: Path) -> bool:
+    """Whether two files have the size and the time of one another, as copies by rsync and ``cp -a`` do."""
+    one, two = file.stat(), other.stat()
+    return (one.st_size, one.st_mtime_ns) == (two.st_size, two.st_mtime_ns)
+
+
+def _first_bytes(path: Path, info: TensorInfo) -> bytes:
+    with open_regular(path) as file:
+        file.seek(info.start)
+        return file.read(min(info.nbytes, _COMPARED_BYTES))

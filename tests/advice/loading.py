@@ -204,6 +204,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pin the revision": OUTSIDE,
     },
     "_loading/sources.py": {
+        "pass the base that it names": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "Pass base_model=.": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
         "pass a folder or a hub id": VALUES,
         "Load that model with {}": "loading/test_other_writers.py::test_a_model_of_another_library_is_passed",

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
-from models import QUANTIZABLE, SIZES, save_llama
+from models import QUANTIZABLE, SIZES, cached, save_llama
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -125,22 +124,6 @@ def test_weights_that_are_here_say_their_dtype(kind: str, tmp_path: Path, monkey
     assert "dtype-assumed" not in codes(source)
     asked, found = (predict_memory(source, STEP, **kind) for kind in ({"dtype": "bfloat16"}, {}))
     assert found.allocated_peak_bytes == asked.allocated_peak_bytes
-
-
-def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str = "tiny") -> str:
-    """Lay a folder into a cache as huggingface_hub does, links to blobs included, and return its id."""
-    root = cache / f"models--org--{name}"
-    snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
-    for folder in (snapshot, blobs, root / "refs"):
-        folder.mkdir(parents=True)
-    (root / "refs" / "main").write_text(snapshot.name)
-    for path in saved.iterdir():
-        path.rename(blobs / path.name)
-        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
-        path.write_bytes((blobs / path.name).read_bytes())
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return f"org/{name}"
 
 
 def test_the_config_goes_before_the_headers_as_in_the_load(tmp_path: Path) -> None:

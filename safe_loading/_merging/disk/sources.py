@@ -26,7 +26,7 @@ from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.base_and_adapter import in_order
 from safe_loading._loading.base_arguments import check_merge_kwargs
 from safe_loading._loading.inject import prepare
-from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
+from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, other_base_findings, resolve_all
 from safe_loading._merging.weights.packed_base import packed_base_findings
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading.errors import ArgumentError
@@ -72,11 +72,12 @@ class MergeSources:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of adapters with weights beside theirs, or trained on a packed base, where this one is not."""
+        """The findings of adapters with weights beside theirs, or trained on another base or a packed one."""
         beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path, carried=True)]
         configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
         of_base = packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
-        return [*beside, *of_base]
+        other = other_base_findings((each.facts for each in self.adapters.values()), self.base.plain_on_disk)
+        return [*beside, *of_base, *other]
 
 
 def merge_request(
