@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 import torch
 from models import save_adapter, save_llama
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -87,6 +91,45 @@ def save_nested(root: Path, preset: str) -> tuple[Path, Path]:
     return root / "base", root / "adapter"
 
 
+def save_mixture(root: Path, preset: str) -> tuple[Path, Path]:
+    """Save a mixture whose experts are compressed one by one, as llm-compressor does, and an adapter of its attention.
+
+    The mixture in 16 bits is in the folder ``plain``.
+    """
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 101}
+    config = Qwen3MoeConfig(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, **sizes)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    save_adapter(root / "adapter", root / "plain", target_modules=["q_proj"])
+    on_disk = load_file(root / "plain" / "model.safetensors")
+    layers = torch.nn.Module()
+    for name in [name for name in on_disk if name.endswith("_proj.weight")]:
+        _add_linear(layers, name.removesuffix(".weight"), on_disk.pop(name))
+    ignored = ["lm_head", r"re:.*mlp\.gate$"]
+    compressor = _compressed(layers, preset, ignored)
+    base = Path(shutil.copytree(root / "plain", root / "base"))
+    tensors = {name: tensor.contiguous() for name, tensor in layers.state_dict().items()}
+    save_file({**on_disk, **tensors}, base / "model.safetensors", metadata={"format": "pt"})
+    compressor.update_config(base)
+    document = json.loads((base / "config.json").read_text())
+    document["quantization_config"]["ignore"] = ignored  # of the whole model, of which these layers are a part
+    (base / "config.json").write_text(json.dumps(document))
+    return base, root / "adapter"
+
+
+def _add_linear(root: torch.nn.Module, path: str, weight: torch.Tensor) -> None:
+    *parents, last = path.split(".")
+    module = root
+    for name in parents:
+        if not hasattr(module, name):
+            module.add_module(name, torch.nn.Module())
+        module = module.get_submodule(name)
+    rows, columns = weight.shape
+    layer = torch.nn.Linear(columns, rows, bias=False, dtype=weight.dtype)
+    layer.weight.data.copy_(weight)
+    module.add_module(last, layer)
+
+
 def _llava() -> Any:
     text = LlamaConfig(
         vocab_size=101, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
@@ -99,6 +142,13 @@ def _llava() -> Any:
 
 
 def _compress(model: Any, preset: str, ignored: list[str], folder: Path) -> None:
+    compressor = _compressed(model, preset, ignored)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+def _compressed(model: torch.nn.Module, preset: str, ignored: list[str]) -> Any:
+    """Compress the layers of a model in place, and return what did."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
     for module in model.modules():
@@ -106,8 +156,7 @@ def _compress(model: Any, preset: str, ignored: list[str], folder: Path) -> None
             _calibrate(module)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(folder)
+    return compressor
 
 
 def _calibrate(module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -94,7 +94,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
         method = settings.get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are {KNOWN_ON_DISK}. "
-            f"{road_into_plain(method)} Not known:",
+            f"{road_into_plain(method, checkpoint.tensors)} Not known:",
             unknown[:8],
         )
     plain = {name: info for name, info in weights.items() if name not in found}
@@ -118,9 +118,14 @@ def _quantized(name: str, checkpoint: Checkpoint, settings: JsonObject) -> Quant
     return next((weight for weight in found if weight is not None), None)
 
 
-def road_into_plain(method: object) -> str:
-    """Return the advice for a base whose codes are not merged into on disk, by its ``quant_method``."""
+def road_into_plain(method: object, names: Iterable[str] = ()) -> str:
+    """Return the advice for a base whose codes are not merged into on disk, by its ``quant_method``.
+
+    A load in plain weights is none where it would leave out scales, as the ``names`` on disk tell.
+    """
     known = format_named(method)
+    if known is not None and known.scales_left_out(names):
+        return _MERGE_BEFORE_QUANTIZED
     if known is not None and known.instead == "loaded":
         return _MERGE_LOADED
     if known is not None and known.instead == "plain":

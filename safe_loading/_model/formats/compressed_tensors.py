@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from .format import ADA, Format, QuantizationRequest, TargetCard
 from .packed_linear import PackedLinear, frozen, with_input_codes
 
 _PACKED = ".weight_packed"
+_GLOBAL_SCALE = "weight_global_scale"  # over the scales of groups
+_OF_ONE_EXPERT = re.compile(rf"(?:^|\.)experts\.\d+\.(?:.+\.)?{_GLOBAL_SCALE}$")
 
 
 def build_compressed(model: nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
@@ -53,6 +56,19 @@ def build_compressed(model: nn.Module, request: QuantizationRequest, card: Targe
 def packed_modules(names: Iterable[str]) -> set[str]:
     """Return the modules that keep their weight packed until the first forward pass, by the names on disk."""
     return {name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)}
+
+
+def scales_left_out(names: Iterable[str]) -> list[str]:
+    """Return the scales of single experts that transformers leaves out where it decodes these into one tensor.
+
+    It takes the scales of groups, and not the one over them (up to 5.24, transformers#48371).
+    """
+    found = [name for name in names if _OF_ONE_EXPERT.search(name)]
+    try:
+        from transformers.integrations import compressed_tensors as engine
+    except ImportError:  # older releases decode no experts
+        return []
+    return [] if _GLOBAL_SCALE in inspect.getsource(engine) else found
 
 
 def has_scheme(module: nn.Module) -> bool:
@@ -161,6 +177,7 @@ COMPRESSED_TENSORS = Format(
     merged_on_disk=True,
     instead="plain",
     without_weight=packed_modules,
+    scales_left_out=scales_left_out,
     holds=has_scheme,
     decoded_at_forward=is_compressed,
     decode=decode_compressed,

@@ -61,6 +61,10 @@ def _hides_none(names: Iterable[str]) -> set[str]:
     return set()
 
 
+def _leaves_none_out(names: Iterable[str]) -> list[str]:
+    return []
+
+
 def _holds_none(module: nn.Module) -> bool:
     return False
 
@@ -115,6 +119,8 @@ class Format:
     # The modules that have no weight before the first forward pass, by the names of the tensors on disk; a load with
     # dequantize=True gives them one.
     without_weight: Callable[[Iterable[str]], set[str]] = _hides_none
+    # The scales on disk that transformers leaves out where it decodes single experts into one tensor.
+    scales_left_out: Callable[[Iterable[str]], list[str]] = _leaves_none_out
     holds: Callable[[nn.Module], bool] = _holds_none  # whether a module's own weights are codes of it
     # Whether a layer computes with other values than its weight has, so that nothing can be added to that.
     computes_with_others: Callable[[nn.Module], bool] = _holds_none

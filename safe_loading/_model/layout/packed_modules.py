@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from safe_loading._checkpoint.faults import listed, note
 from safe_loading._checkpoint.index import Checkpoint
@@ -46,6 +47,7 @@ def modules_by_headers(
     if request is None or known is None:
         return None
     if known.packed_names is None:
+        _refuse_left_out(model, checkpoint, request.method, known.scales_left_out(checkpoint.tensors))
         if known.linear_only:
             _refuse_single_experts(model, checkpoint, request.method, layout)
         return None
@@ -87,6 +89,26 @@ def _refuse_parts(
             f"one tensor, {held[0]}, which transformers cannot put together from codes: "
             f"{counted(len(parts), 'tensor')}. merge_lora_checkpoint(..., dequantize=True) reads them and writes a "
             f"plain base; or load the base that it was made from, with quantization_config."
+        )
+
+
+def _refuse_left_out(model: nn.Module, checkpoint: Checkpoint, method: str, scales: list[str]) -> None:
+    """Refuse codes of single experts that would be decoded without a part of their scales, and so be wrong."""
+    replaced: Mapping[str, Any] = MODULES_TO_PATCH_FOR_QUANTIZATION  # whose experts are layers of their own again
+    apart = {name for name, facts in replaced.items() if method in facts["quantization_methods"]}
+    stacked = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if type(module).__name__ not in apart
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.dim() == 3
+    ]
+    if scales and stacked:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method}, and "
+            f"{type(model).__name__} holds them together in {stacked[0]}. transformers decodes these without their "
+            f"{scales[0].rpartition('.')[2]} (transformers#48371), so that their weights would be wrong by its factor: "
+            f"{counted(len(scales), 'tensor')}, such as {scales[0]}. Load the base in 16 bits that it was made from."
         )
 
 
