@@ -64,6 +64,7 @@ MADE_BY_TESTS = {
         "lora-dropout-ignored": "loading/test_experts.py::"
         "test_dropout_is_a_finding_and_refused_where_it_would_be_trained_with",
         "codes-reordered": "merging/test_merge_packed.py::test_codes_in_the_order_for_cpus_are_named_and_saved_right",
+        "status-differs": "loading/test_compressed_bases.py::test_codes_under_another_status_are_decoded",
         "skips-differ": "loading/test_packed_modules.py::test_skips_under_older_names_are_those_of_the_headers",
         "shared-tensor-differs": "loading/test_methods.py::"
         "test_projections_that_differ_from_the_shared_ones_are_refused",
@@ -88,6 +89,7 @@ MADE_BY_TESTS = {
     "planning.md": {
         "context-too-long": POSITIONS,
         "base-untied": "model/test_ties.py::test_a_load_and_a_plan_say_that_the_files_hold_two_weights",
+        "status-differs": "loading/test_compressed_bases.py::test_codes_under_another_status_are_decoded",
         "skips-differ": "loading/test_packed_modules.py::test_skips_under_older_names_are_those_of_the_headers",
         "class-assumed": "model/test_meta_model.py::"
         "test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends",

@@ -29,7 +29,7 @@ from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.layout.layout import read_layout
-from safe_loading._model.layout.packed_modules import modules_by_headers
+from safe_loading._model.layout.packed_modules import corrected_by_headers
 from safe_loading._model.layout.ties import UntiedPair, untie_as_on_disk
 from safe_loading._model.model_config import read_generation_config
 from safe_loading._model.peft_layers import has_adapters
@@ -80,7 +80,7 @@ class BaseOnDisk:
     config: PreTrainedConfig
     auto_class: ModelClass  # its from_pretrained loads the base
     findings: tuple[Finding, ...] = ()  # what check_checkpoint says of the folder
-    skips: Sequence[str] | None = None  # the modules that its weights keep plain, where its config names others
+    corrected: Mapping[str, object] | None = None  # the entries of its quantization that its headers correct
     checked: Checked | None = None  # what peft built for the check, to be moved to the base
     built_as: str | None = None  # the class of the model on meta that was checked; None where none could be built
     untied: tuple[UntiedPair, ...] = ()  # what the class ties and the files hold with different values
@@ -155,8 +155,9 @@ def _checked_on_meta(
         layout = read_layout(meta_model, checkpoint.tensors, key_mapping=options.base_kwargs.get("key_mapping"))
         refuse_missing_weights(base.opened, layout.key_of.values(), adapters, options.base_kwargs)
         settings = quantization_of(base.opened.config or {})
-        if (by_headers := modules_by_headers(meta_model, checkpoint, settings, layout)) is not None:
-            base = dataclasses.replace(base, skips=by_headers.skips, findings=(*base.findings, by_headers.finding))
+        if (by_headers := corrected_by_headers(meta_model, checkpoint, settings, layout)) is not None:
+            findings = (*base.findings, by_headers.finding)
+            base = dataclasses.replace(base, corrected=by_headers.entries, findings=findings)
         planned = plan_into_place(base.opened, checkpoint, layout, meta_model, options.devices, options.base_kwargs)
         base = dataclasses.replace(base, planned=planned)
         if options.strict:
@@ -218,7 +219,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
         options.dtype,
         kwargs,
         config,
-        skips=base.skips,
+        corrected=base.corrected,
         planned=base.planned,
     )
     # transformers reads the files after they were checked here: what changed in between was not checked.

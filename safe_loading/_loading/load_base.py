@@ -49,22 +49,22 @@ def load_base(
     base_kwargs: EngineKwargs,
     config: PreTrainedConfig,
     *,
-    skips: Sequence[str] | None = None,
+    corrected: Mapping[str, object] | None = None,
     planned: IntoPlace | Method,
 ) -> tuple[PreTrainedModel, LoadingInfo, Method]:
     """Load the base onto its devices and nowhere else; it is in eval mode. ``config`` is its config as read before.
 
-    ``skips`` are the modules that the folder holds plain, where its ``quantization_config`` names others; ``planned``
-    are the weights that transformers need not read. Returns how the weights were read, too.
+    ``corrected`` are the entries of its ``quantization_config`` that its headers know better; ``planned`` are the
+    weights that transformers need not read. Returns how the weights were read, too.
     """
     folder = opened.path
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     rest = dict(base_kwargs)
-    if (folder / CONFIG).exists() and (skips is not None or not IMPLEMENTATIONS.isdisjoint(base_kwargs)):
+    if (folder / CONFIG).exists() and (corrected or not IMPLEMENTATIONS.isdisjoint(base_kwargs)):
         changed, rest = changed_config(opened, base_kwargs)
-        if skips is not None:
-            changed.quantization_config["llm_int8_skip_modules"] = list(skips)
+        if corrected:
+            changed.quantization_config.update(corrected)
         arguments["config"] = changed
     arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
     if splits_new_models():  # onto the device of DeepSpeed, beside which transformers takes no device_map

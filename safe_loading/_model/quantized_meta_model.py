@@ -29,8 +29,8 @@ from .quantized.request import read_request
 from .weights_dtype import find_weights_dtype
 
 QuantizationConfig = Mapping[str, object] | QuantizationConfigMixin | None
-# The modules that a folder keeps plain, where its config names others, and the finding about it.
-ByHeaders = Callable[[torch.nn.Module, ModelFolder, object], "tuple[list[str], Finding] | None"]
+# The entries of its quantization that a folder's headers correct, and the finding about it.
+ByHeaders = Callable[[torch.nn.Module, ModelFolder, object], "tuple[dict[str, object], Finding] | None"]
 
 
 class QuantizedModel(NamedTuple):
@@ -66,7 +66,7 @@ def quantized_meta_model(
 
     No package of a method is needed: shapes and dtypes are facts of the formats. Without a ``quantization_config`` it
     is what the config says, which is what its checkpoint holds. The ``folder`` is the config's, whose weights may say
-    their dtype, and by ``by_headers`` which modules stay plain. The options are those of ``meta_model``; the config is
+    their dtype, and by ``by_headers`` correct its quantization. The options are those of ``meta_model``; the config is
     not changed. What cannot be planned, or is refused by transformers on this card, raises `ArgumentError`.
     """
     _refuse_unread(config, folder)
@@ -90,8 +90,8 @@ def quantized_meta_model(
     refuse_costly_patterns(request, (path for path, _ in model.named_modules()))
     found = by_headers(model, folder, on_disk) if by_headers is not None and folder is not None else None
     if found is not None:
-        skips, finding = found
-        request = dataclasses.replace(request, options={**request.options, "llm_int8_skip_modules": skips})
+        entries, finding = found
+        request = dataclasses.replace(request, options={**request.options, **entries})
         known.append(finding)
     before = bytes_of_parameters(model)
     try:

@@ -38,6 +38,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_model/layout/packed_modules.py": {
         "Load the base in 16 bits that it was made from": "loading/test_compressed_bases.py::"
         "test_experts_whose_global_scale_transformers_leaves_out_are_refused",
+        'write "{}" as {} into config.json': "loading/test_compressed_bases.py::"
+        "test_codes_under_another_status_are_decoded",
         "write the names that the modules have": "loading/test_packed_modules.py::"
         "test_skips_under_older_names_are_those_of_the_headers",
         "Load the base that it was made from": "loading/test_packed_modules.py::"

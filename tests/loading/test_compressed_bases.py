@@ -21,6 +21,7 @@ from safe_loading import (
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
+    plan_device_map,
 )
 
 PRESETS = (*PACKED, *WHOLE)
@@ -73,6 +74,27 @@ def test_a_loaded_base_takes_an_adapter_after_its_first_forward_pass(folders: An
         load_peft_on_rank(model, adapter)
     assert torch.equal(logits(model), logits(plain))
     assert_same(load_peft_on_rank(model, adapter), PeftModel.from_pretrained(plain, adapter))
+
+
+@pytest.mark.parametrize("status", ["frozen", None])
+@pytest.mark.parametrize("preset", WHOLE)
+def test_codes_under_another_status_are_decoded(folders: Any, preset: str, status: str | None, tmp_path: Path) -> None:
+    """transformers#47145: it goes by the status alone, and takes the codes for values, a thousand times too large."""
+    right, adapter = folders[preset]
+    base = Path(shutil.copytree(right, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["quantization_status"] = status
+    (base / "config.json").write_text(json.dumps(config))
+    ours = load_peft_on_rank(base, adapter)
+    assert [finding.code for finding in ours.load_report.findings] == ["status-differs"]
+    assert_same(ours, PeftModel.from_pretrained(load(right), adapter))
+    sized, expected = (plan_device_map(folder, {0: "1GB"}, verify=False) for folder in (base, right))
+    assert sized.devices[0].used == expected.devices[0].used
+    assert "status-differs" in {finding.code for finding in sized.findings} - {f.code for f in expected.findings}
+    # the advice taken
+    (found,) = ours.load_report.findings
+    assert found.fix.startswith('write "compressed" as quantization_status into config.json')
+    assert not load_peft_on_rank(right, adapter).load_report.findings
 
 
 @needs("transformers", "5.16")

@@ -17,6 +17,8 @@ from .format import ADA, Format, QuantizationRequest, TargetCard
 from .packed_linear import PackedLinear, frozen, with_input_codes
 
 _PACKED = ".weight_packed"
+_WHOLE_CODES = ("F8_E4M3", "I8")  # one in the place of a value
+_STATUS = {"quantization_status": "compressed"}
 _GLOBAL_SCALE = "weight_global_scale"  # over the scales of groups
 _OF_ONE_EXPERT = re.compile(rf"(?:^|\.)experts\.\d+\.(?:.+\.)?{_GLOBAL_SCALE}$")
 
@@ -56,6 +58,18 @@ def build_compressed(model: nn.Module, request: QuantizationRequest, card: Targe
 def packed_modules(names: Iterable[str]) -> set[str]:
     """Return the modules that keep their weight packed until the first forward pass, by the names on disk."""
     return {name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)}
+
+
+def corrected_status(options: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the status of a checkpoint whose config names another, although it holds codes.
+
+    transformers goes by the status alone, and takes codes for values where it is not this one (transformers#47145).
+    """
+    status = options.get("quantization_status")
+    if getattr(status, "value", status) == _STATUS["quantization_status"]:
+        return {}
+    holds_codes = any(name.endswith(_PACKED) or dtype in _WHOLE_CODES for name, dtype in dtypes.items())
+    return dict(_STATUS) if holds_codes else {}
 
 
 def scales_left_out(names: Iterable[str]) -> list[str]:
@@ -177,6 +191,7 @@ COMPRESSED_TENSORS = Format(
     merged_on_disk=True,
     instead="plain",
     without_weight=packed_modules,
+    corrected=corrected_status,
     scales_left_out=scales_left_out,
     holds=has_scheme,
     decoded_at_forward=is_compressed,

@@ -61,6 +61,10 @@ def _hides_none(names: Iterable[str]) -> set[str]:
     return set()
 
 
+def _corrects_none(options: Mapping[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    return {}
+
+
 def _leaves_none_out(names: Iterable[str]) -> list[str]:
     return []
 
@@ -119,6 +123,8 @@ class Format:
     # The modules that have no weight before the first forward pass, by the names of the tensors on disk; a load with
     # dequantize=True gives them one.
     without_weight: Callable[[Iterable[str]], set[str]] = _hides_none
+    # The options that the tensors on disk correct, by their names and dtypes there, where a config says otherwise.
+    corrected: Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, Any]] = _corrects_none
     # The scales on disk that transformers leaves out where it decodes single experts into one tensor.
     scales_left_out: Callable[[Iterable[str]], list[str]] = _leaves_none_out
     holds: Callable[[nn.Module], bool] = _holds_none  # whether a module's own weights are codes of it

@@ -1,4 +1,4 @@
-"""The modules that a packed folder holds as codes, by its headers: a config may name them as an older release did."""
+"""The corrections of a quantized folder's headers to its config: which modules hold codes, and whether any do."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from safe_loading.errors import CheckpointError
 from .layout import CheckpointLayout, read_layout
 
 
-class ModulesByHeaders(NamedTuple):
-    """The names of modules that stay plain, where the config names others, and the finding that says so."""
+class ByHeaders(NamedTuple):
+    """The entries of a ``quantization_config`` that headers correct, and the finding that says so."""
 
-    skips: list[str]
+    entries: dict[str, object]
     finding: Finding
 
 
-def modules_in_folder(model: nn.Module, folder: ModelFolder, settings: object) -> ModulesByHeaders | None:
-    """Return the modules of a model on meta that the folder's weights keep plain; None where its config names them."""
+def corrected_in_folder(model: nn.Module, folder: ModelFolder, settings: object) -> ByHeaders | None:
+    """Return the corrections of a folder's weights to its quantization, for a model on meta; None where they agree."""
     checkpoint = folder.whole_checkpoint
-    return None if checkpoint is None else modules_by_headers(model, checkpoint, settings)
+    return None if checkpoint is None else corrected_by_headers(model, checkpoint, settings)
 
 
-def modules_by_headers(
+def corrected_by_headers(
     model: nn.Module, checkpoint: Checkpoint, settings: object, layout: CheckpointLayout | None = None
-) -> ModulesByHeaders | None:
+) -> ByHeaders | None:
     """Return the same of headers that were read; ``settings`` are the config's own ``quantization_config``.
 
     Codes that the model holds as parts of one tensor are refused: transformers cannot put them together.
@@ -50,7 +50,8 @@ def modules_by_headers(
         _refuse_left_out(model, checkpoint, request.method, known.scales_left_out(checkpoint.tensors))
         if known.linear_only:
             _refuse_single_experts(model, checkpoint, request.method, layout)
-        return None
+        entries = known.corrected(request.options, {name: info.dtype for name, info in checkpoint.tensors.items()})
+        return ByHeaders(entries, _differing(checkpoint, request.options, entries)) if entries else None
     codes = known.codes_on_disk(checkpoint.tensors)
     if not codes:
         return None
@@ -74,7 +75,19 @@ def modules_by_headers(
         f"taken; transformers alone would make layers for codes that are not there, and their first forward fails"
     )
     fix = "write the names that the modules have into llm_int8_skip_modules, for a load without this package"
-    return ModulesByHeaders(skips, note("warning", "skips-differ", checkpoint.folder / CONFIG, message, fix))
+    return ByHeaders(
+        {"llm_int8_skip_modules": skips}, note("warning", "skips-differ", checkpoint.folder / CONFIG, message, fix)
+    )
+
+
+def _differing(checkpoint: Checkpoint, options: Mapping[str, Any], entries: Mapping[str, object]) -> Finding:
+    (name, right), *_ = entries.items()
+    message = (
+        f"says {name}={options.get(name)!r:.40}, and the headers show {right} weights, as which they were taken; "
+        f"transformers alone would take their codes for values (transformers#47145)"
+    )
+    fix = f'write "{right}" as {name} into config.json, for a load without this package'
+    return note("warning", "status-differs", checkpoint.folder / CONFIG, message, fix)
 
 
 def _refuse_parts(

@@ -22,7 +22,7 @@ from safe_loading._model.quantized_meta_model import QuantizedModel, quantized_m
 from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError
 
-from .packed_modules import modules_in_folder
+from .packed_modules import corrected_in_folder
 from .ties import untie_as_in_folder
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
@@ -65,7 +65,7 @@ def model_of(
         faults = errors_of(folder.inspect_checkpoint(kind="model")[1])
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
             raise_faults(folder.path, faults)
-    made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
+    made = quantized_meta_model(config, card=card, folder=folder, by_headers=corrected_in_folder, **options)
     return made._replace(findings=(*made.findings, *untie_as_in_folder(made.model, folder)))
 
 
