@@ -23,6 +23,7 @@ from safe_loading import (
     merge_lora_checkpoint,
     plan_device_map,
 )
+from safe_loading._model.formats.registry import FORMATS
 
 PRESETS = (*PACKED, *WHOLE)
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
@@ -95,6 +96,15 @@ def test_codes_under_another_status_are_decoded(folders: Any, preset: str, statu
     (found,) = ours.load_report.findings
     assert found.fix.startswith('write "compressed" as quantization_status into config.json')
     assert not load_peft_on_rank(right, adapter).load_report.findings
+
+
+def test_plain_weights_beside_scales_and_zero_points_keep_their_status() -> None:
+    """As a model is saved before it is compressed."""
+    dtypes = {"q.weight": "BF16", "q.weight_scale": "F32", "q.weight_zero_point": "I8"}
+    assert FORMATS["compressed-tensors"].corrected({"quantization_status": "frozen"}, dtypes) == {}
+    codes = {**dtypes, "q.weight": "I8"}
+    assert FORMATS["compressed-tensors"].corrected({"quantization_status": "frozen"}, codes)
+    assert not FORMATS["compressed-tensors"].corrected({"quantization_status": "compressed"}, codes)
 
 
 @needs("transformers", "5.16")

@@ -68,7 +68,9 @@ def corrected_status(options: Mapping[str, Any], dtypes: Mapping[str, str]) -> d
     status = options.get("quantization_status")
     if getattr(status, "value", status) == _STATUS["quantization_status"]:
         return {}
-    holds_codes = any(name.endswith(_PACKED) or dtype in _WHOLE_CODES for name, dtype in dtypes.items())
+    holds_codes = any(
+        name.endswith(_PACKED) or (name.endswith(".weight") and dtype in _WHOLE_CODES) for name, dtype in dtypes.items()
+    )
     return dict(_STATUS) if holds_codes else {}
 
 
