@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from peft import LoraConfig
 from transformers import LlamaConfig
 
@@ -217,7 +219,7 @@ def test_what_cannot_be_mended_is_never_verified(monkeypatch: pytest.MonkeyPatch
     from safe_loading._memory.plan import planner
 
     cut_model = planner.cut_model
-    monkeypatch.setattr(planner, "cut_model", lambda model, asked, keep_whole: cut_model(model, asked))
+    monkeypatch.setattr(planner, "cut_model", lambda model, asked, *kept: cut_model(model, asked))
     plan = plan_device_map(llama(), {0: "90KB", 1: "90KB"}, no_split_modules=[])
     assert not plan.verified
     assert "between devices" in plan.reason
@@ -256,6 +258,60 @@ def test_two_embeddings_that_are_added_go_together_and_the_stack_is_still_split(
     assert "aten.add.Tensor" in found.message
     with pytest.raises(DeviceMapInfeasible, match=r"met tensors of two: tokens with positions"):
         plan_device_map(model, dict.fromkeys(range(9), "40KB"), no_split_modules=["Linear"])
+
+
+class Pooling(torch.nn.Module):
+    """The mean of the tokens that a mask keeps: nothing that a device could hold."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+class Embedder(torch.nn.Module):
+    """A stack whose output meets the mask of the inputs in a module without tensors, as NeoMME's head for retrieval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(128, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+        self.pooling = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+        self.head = torch.nn.ModuleDict({"mean": Pooling()})
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.tokens
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head["mean"](self.pooling(x), attention_mask)}
+
+
+def test_a_module_without_tensors_gets_a_key_where_tensors_of_two_devices_meet_in_it() -> None:
+    with torch.device("meta"):
+        model = Embedder()
+    plan = plan_device_map(model, {0: "100KB", 1: "100KB"}, no_split_modules=["Linear"])
+    assert plan.verified, plan.reason
+    assert set(plan.values()) == {0, 1}
+    assert plan["head.mean"] == 1
+    assert "pooling" not in plan
+    assert not plan.findings
+    assert plan.verify()
+    del plan["head.mean"]
+    assert not plan.verify()
+    assert set(codes(plan)) == {"cross-device"}
+
+
+def test_accelerate_sends_the_inputs_of_a_module_without_tensors_that_has_a_key(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Embedder()
+    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    expected = model(ids, mask)["logits"]
+    plan = plan_device_map(model, {0: "100KB", 1: "100KB"}, no_split_modules=["Linear"])
+    where = {key: ("cpu", "disk")[int(device)] for key, device in plan.items()}
+    split = dispatch_model(model, where, main_device="cpu", offload_dir=tmp_path)
+    assert hasattr(split.head["mean"], "_hf_hook")
+    assert torch.equal(split(ids, mask)["logits"], expected)
 
 
 def test_the_caches_of_several_layers_add_up_in_the_count() -> None:

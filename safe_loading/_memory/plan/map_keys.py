@@ -7,16 +7,17 @@ matching key is always the right one. So no key stands for "the rest": ``""`` ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import HOST, Device
 
 
-def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
+def collapse(devices: Mapping[str, Device], apart: Collection[str] = ()) -> dict[str, Device]:
     """Return the map with as few keys as there can be: a module whose parts are all on one device is one key.
 
-    The devices are those of the units by their paths, in the order in which the units run.
+    The devices are those of the units by their paths, in the order in which the units run. The units that stand `apart`
+    keep keys of their own where there is more than one device.
     """
     inside: dict[str, set[Device]] = {}
     for path, device in devices.items():
@@ -24,8 +25,9 @@ def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
             inside.setdefault(parent, set()).add(device)
     collapsed: dict[str, Device] = {}
     for path, device in devices.items():
-        whole = next((parent for parent in _parents(path) if len(inside[parent]) == 1), path)
-        collapsed[whole] = device
+        around = [parent for parent in _parents(path) if len(inside[parent]) == 1]
+        keeps_its_own = path in apart and "" not in around
+        collapsed[path if keeps_its_own or not around else around[0]] = device
     return collapsed
 
 

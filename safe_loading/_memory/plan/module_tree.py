@@ -118,6 +118,15 @@ def is_outside_stacks(model: torch.nn.Module, module: str, group: Sequence[str])
     return bool(stacks) and not any(path.startswith(f"{stack}.") for path in group for stack in stacks)
 
 
+def takes_key_without_tensors(model: torch.nn.Module, module: str) -> bool:
+    """Return whether a module holds no tensor, and a key of a device map can name it and nothing else.
+
+    transformers takes the beginnings of names for matches: the key ``head.mean`` would move the tensor
+    ``head.mean_scale``.
+    """
+    return not any(place.name.startswith(module) for place in tensor_places(model))
+
+
 def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> frozenset[str]:
     """Return the names of the classes that the model, or any model inside it, says may not be split."""
     if asked is not None:
@@ -134,15 +143,20 @@ def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> f
 
 
 def cut_model(
-    model: torch.nn.Module, no_split_modules: Iterable[str] | None = None, keep_whole: Collection[str] = ()
+    model: torch.nn.Module,
+    no_split_modules: Iterable[str] | None = None,
+    keep_whole: Collection[str] = (),
+    without_tensors: Collection[str] = (),
 ) -> ModuleTree:
     """Cut a model into units.
 
     What a class names as not to be split stays whole, and so does every entry of the outermost lists of modules: a
     decoder layer adds what goes in to what comes out, whether its class says so or not. A list of class names replaces
-    both, so that an empty one splits down to the leaves. `keep_whole` are paths of modules that stay whole as well.
+    both, so that an empty one splits down to the leaves. `keep_whole` are paths of modules that stay whole as well, and
+    `without_tensors` those of modules that are units although they hold nothing: their inputs are sent to one device.
     """
-    cutter = _Cutter(never_split(model, no_split_modules), only_these=no_split_modules is not None, paths=keep_whole)
+    paths = frozenset((*keep_whole, *without_tensors))
+    cutter = _Cutter(never_split(model, no_split_modules), only_these=no_split_modules is not None, paths=paths)
     cuts = [] if "" in keep_whole else _buffers_first(cutter.cut(model, ""))
     cuts = cuts or [_Cut("", model)]  # also for a model without a tensor, which a map must place all the same
     place = {cut.path: number for number, cut in enumerate(cuts)}
@@ -170,12 +184,15 @@ class _Cutter:
             if tensor is not None:
                 yield _Cut(prefix + leaf, None)
         for name, child in module._modules.items():
-            if child is None or not has_tensors(child):
+            if child is None or not (has_tensors(child) or self._leads_to_a_path(prefix + name)):
                 continue
             if self._is_whole(child, prefix + name, module):
                 yield _Cut(prefix + name, child)
             else:
                 yield from self.cut(child, prefix + name)
+
+    def _leads_to_a_path(self, path: str) -> bool:
+        return any(f"{other}.".startswith(f"{path}.") for other in self.paths)
 
     def _is_whole(self, module: torch.nn.Module, path: str, parent: torch.nn.Module) -> bool:
         if path in self.paths or type(module).__name__ in self.classes or not any(True for _ in module.children()):
@@ -203,7 +220,7 @@ def _buffers_first(cuts: Iterable[_Cut]) -> list[_Cut]:
     """Move modules with buffers alone, such as rotary tables, before the siblings that they are computed for."""
     ordered: list[_Cut] = []
     for cut in cuts:
-        if cut.module is not None and not any(True for _ in cut.module.parameters()):
+        if cut.module is not None and has_tensors(cut.module) and not any(True for _ in cut.module.parameters()):
             parent = cut.path.rpartition(".")[0]
             prefix, depth = f"{parent}." if parent else "", cut.path.count(".")
             # before the first unit inside a sibling, such as a layer; whole siblings, such as an embedding, run earlier

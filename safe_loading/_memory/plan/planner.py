@@ -25,7 +25,7 @@ from .infeasible import infeasible, most_temporaries, unexplained
 from .layer_groups import LayerGroup, Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
 from .map_keys import collapse, device_of
-from .module_tree import ModuleTree, cut_model, is_outside_stacks
+from .module_tree import ModuleTree, cut_model, is_outside_stacks, takes_key_without_tensors
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
 from .request import PlanRequest
@@ -49,6 +49,7 @@ class Planner:
         self.kept_whole: list[str] = []
         self.kept_together: list[tuple[str, ...]] = []
         self.undivided: set[str] = set()  # units that may not be offloaded in part
+        self.without_tensors: list[str] = []  # modules that get a key all the same, so that their inputs are sent there
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = list(request.findings)
         self.alone: StepTrace | None = None  # the step on one device
@@ -75,7 +76,8 @@ class Planner:
         rounds = 0
         while True:
             rounds += 1
-            tree = cut_model(request.model, request.no_split_modules, self.kept_whole).joined(self.kept_together)
+            tree = cut_model(request.model, request.no_split_modules, self.kept_whole, self.without_tensors)
+            tree = tree.joined(self.kept_together)
             costs = unit_costs(tree.units, request.workload, alone)
             device_map = self._place(tree, costs)
             uses = counted_uses(request, tree, costs, device_map, self.extra)
@@ -154,7 +156,7 @@ class Planner:
         """Return the device map under the limits, less the overhead and the bytes that a traced step needed more."""
         own, request = tree.own_tensors(), self.request
         if len(own) in (0, len(tree.units)):
-            return collapse(self._placed(tree, costs))
+            return collapse(self._placed(tree, costs), self.without_tensors)
         # dispatch_model moves them to the main device, whatever a map says, so they need their room there
         usable = [number for number, device in enumerate(request.running) if request.limits.get(device)]
         guess = request.running[request.main_of(usable or [0])]
@@ -162,7 +164,7 @@ class Planner:
         main = main_device(found.values())  # the keys of these tensors count, so that the guess is one of the devices
         if main != guess:
             found = self._placed(tree, costs, own_on=main) | dict.fromkeys(own, main)
-        return collapse(found)
+        return collapse(found, self.without_tensors)
 
     def _placed(self, tree: ModuleTree, costs: Sequence[Cost], *, own_on: Device | None = None) -> dict[str, Device]:
         """Return the device of each unit, and of the pieces of units that are offloaded in part.
@@ -242,17 +244,22 @@ class Planner:
     def _keep_together(self, trace: StepTrace, device_map: Mapping[str, Device], tree: ModuleTree) -> bool:
         """Keep together the units that an operation reads from two devices; return whether there were new ones.
 
-        A layer stays whole. In a module that has a stack of layers only those units are joined that the tensors come
+        A module without tensors, of which no hook sends the inputs to one device, gets a key of its own instead. A layer
+        stays whole. In a module that has a stack of layers only those units are joined that the tensors come
         from, two embeddings that are added, say; unless one comes from the stack, or from elsewhere.
         """
         wholes: dict[str, str] = {}
         groups: dict[tuple[str, ...], tuple[str, str]] = {}
         undivided: dict[str, str] = {}  # blocks that were to be offloaded in part
+        keys: dict[str, None] = {}
         for problem in trace.problems:
             name = trace.own_name(problem.module)
             within = nearest(name, {unit.path for unit in tree.units})
             if within is not None and device_of(within, device_map) is None:
                 undivided.setdefault(within, str(problem))
+                continue
+            if within is None and takes_key_without_tensors(self.request.model, name):
+                keys.setdefault(name)
                 continue
             module = tree.split_around(name, device_map)
             group = tree.units_with([maker and trace.own_name(maker) for maker in problem.makers])
@@ -273,7 +280,8 @@ class Planner:
         self.kept_whole += wholes
         self.kept_together += groups
         self.undivided |= undivided.keys()
-        return bool(wholes or groups or undivided)
+        self.without_tensors += keys
+        return bool(wholes or groups or undivided or keys)
 
     def _cross_device(self, trace: StepTrace) -> list[Finding]:
         fix = "put the modules that it reads on one device, or plan anew."

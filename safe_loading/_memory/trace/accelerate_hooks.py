@@ -1,8 +1,8 @@
 """Imitates accelerate's hooks at the boundaries of modules, on fake devices.
 
-The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): every module below an entry of the
-device map has its inputs sent to the entry's device, except arguments that the model asks to skip (its cache); the
-model's outputs come back to the device of its inputs; the tensors that the model itself holds go to the main device,
+The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): a module with an entry in the
+device map, and every one with tensors below it, has its inputs sent to the entry's device, except arguments that the
+model asks to skip (its cache); the model's outputs come back to the device of its inputs; the tensors that the model itself holds go to the main device,
 whatever the map says of them; an offloaded module runs on the main device, and each module with tensors of its own has
 them copied there before its forward and dropped after it.
 """
@@ -58,6 +58,10 @@ class TracePlacement:
         entry = self.entry(path)
         return self.map[entry] if entry is not None else self.main
 
+    def is_entry(self, path: str) -> bool:
+        """Return whether a module has an entry of its own."""
+        return path.removeprefix(self.around) in self.map
+
     def is_offloaded(self, path: str) -> bool:
         """Return whether a module's tensors are copied to its device for each forward."""
         return self.hooked and self.stored_on(path) in self._offloads
@@ -89,7 +93,7 @@ def install_hooks(
             _note_calls(name, module, ledger)
         if not placement.hooked:
             continue
-        if name and placement.entry(name) is not None and has_tensors(module):
+        if name and (placement.is_entry(name) or (placement.entry(name) is not None and has_tensors(module))):
             device = fake_device(placement.runs_on(name))
             _send_inputs(module, device, skip_keys, in_hook)
             if placement.is_offloaded(name):
