@@ -439,6 +439,11 @@ def dilated() -> Any:
     return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, dilation=2)), LoraConfig(target_modules=["0"], r=4))
 
 
+def circular(padding: int | str) -> Any:
+    convolution = nn.Conv2d(4, 4, 3, padding=padding, padding_mode="circular")
+    return peft_model(nn.Sequential(convolution), LoraConfig(target_modules=["0"], r=4))
+
+
 def computed(compute: Callable[[nn.Module], nn.Module], config: Any = None) -> Any:
     base = nn.ModuleDict({"linear": compute(nn.Linear(8, 8))})
     return peft_model(base, config or LoraConfig(target_modules=["linear"], r=4))
@@ -508,7 +513,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"head: adapter 'default' has lora_bias=True.*layer\.bias =",
     ),
     "groups": (grouped, "groups=2"),
-    "dilation": (dilated, r"dilation=\(2, 2\)"),
+    "dilation": (dilated, r"its convolution has dilation=\(2, 2\), which peft's lora_A has not"),
+    "padding of its own": (lambda: circular(1), "its convolution has padding_mode='circular', which peft's lora_A has"),
+    "the same size": (lambda: circular("same"), "its convolution has padding_mode='circular', which peft's lora_A has"),
     "weight norm": (
         lambda: computed(parametrizations.weight_norm),
         "linear: its weight is computed from other tensors",
@@ -544,6 +551,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens of a head with a bias": (tokens_of_a_head_with_a_bias, "tokens are trained without its bias"),
     "DoRA onto a merged adapter": (dora_on_merged, "unmerge_adapter"),
 }
+
+
+@pytest.mark.parametrize("padding", [0, "valid"])
+def test_how_a_convolution_would_pad_is_no_matter_where_it_pads_nothing(padding: int | str) -> None:
+    model = circular(padding)
+    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = model(x)
+        merged = merge_lora_inplace(model)
+        assert torch.allclose(merged(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", REFUSED)

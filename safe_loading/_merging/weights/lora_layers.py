@@ -180,12 +180,15 @@ def _check_conv(base: Any) -> None:
             f"its convolution has groups={base.groups}, and lora_A mixes the channels of all groups, which the grouped "
             f"weight cannot hold. Leave it out of target_modules, or keep the adapter"
         )
-    if any(size != 1 for size in base.kernel_size) and (
-        any(step != 1 for step in base.dilation) or (base.padding_mode != "zeros" and base.padding not in (0, "valid"))
-    ):
+    if all(size == 1 for size in base.kernel_size):
+        return
+    pads = base.padding != "valid" and any(base.padding)
+    lacks = [f"dilation={base.dilation}"] if any(step != 1 for step in base.dilation) else []
+    lacks += [f"padding_mode={base.padding_mode!r}"] if pads and base.padding_mode != "zeros" else []
+    if lacks:
         raise CannotMergeError(
-            f"its convolution has dilation={base.dilation}, padding_mode={base.padding_mode!r}, and peft's lora_A has "
-            f"neither, so no merged weight computes what the layer computes. Keep the adapter"
+            f"its convolution has {' and '.join(lacks)}, which peft's lora_A has not, so no merged weight computes what "
+            f"the layer computes. Keep the adapter"
         )
 
 

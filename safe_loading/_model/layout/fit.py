@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from .layout import CheckpointLayout, HasShape
 
 _DOT = re.compile(r"\.")
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
+_EXCUSED = "_keys_to_ignore_on_load_missing"
 
 
 class ShapeAndDtype(HasShape, Protocol):
@@ -97,8 +98,32 @@ def missing_problems(
 
 
 def optional_names(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Return whether the class of a model excuses checkpoints that lack a name: the model computes it, say."""
-    return _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    """Return whether the class of a model excuses checkpoints that lack a name: the model computes it, say.
+
+    transformers tries the patterns of each model inside on all names of the whole, so that one part would excuse weights
+    of another: SeamlessM4T's converter of text to units excuses ``text_encoder``, which is the whole's, and it starts at
+    random. A parameter needs the word of a model that it is in. Buffers are computed by their modules.
+    """
+    anywhere = _matcher(getattr(model, _EXCUSED, None))
+    within = [(f"{path}." if path else "", _matcher(own)) for path, own in _own_excuses(model)]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def optional(name: str) -> bool:
+        if not anywhere(name) or name not in parameters:
+            return anywhere(name)
+        return any(name.startswith(prefix) and own(name.removeprefix(prefix)) for prefix, own in within)
+
+    return optional
+
+
+def _own_excuses(model: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:
+    """Yield the path of each model inside, and the patterns that it has from no model inside itself."""
+    for path, module in model.named_modules():
+        patterns = set(getattr(module, _EXCUSED, None) or ())
+        inner = {each for child in module.children() for each in getattr(child, _EXCUSED, None) or ()}
+        own = patterns - inner | set(getattr(type(module), _EXCUSED, None) or ())
+        if own:
+            yield path, own
 
 
 def unexpected_tensors(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
