@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from safe_loading._core.names import canonical
@@ -123,6 +125,11 @@ def _compute_poisoned(
         # a dict and not a set: modules are reset in the order of the tree
         for module in dict.fromkeys(place.module for place in lost.values() if _holds_poison(place, poison)):
             _reset(module)
+        beside = [(name, place) for name, place in lost.items() if _holds_poison(place, poison)]
+        for name, place in beside:
+            place.module._buffers[place.attribute] = _poisoned(place.tensor.shape, dtypes[name], poison)
+        for module in dict.fromkeys(place.module for _, place in beside):
+            _reset_beside_weights(module)
         _take_from_twins(model, {name: place for name, place in lost.items() if _holds_poison(place, poison)})
         values = {name: _value(place) for name, place in lost.items()}
         unwritten = {
@@ -173,6 +180,51 @@ def _reset(module: nn.Module) -> None:
             with contextlib.suppress(Exception):  # it takes arguments, or cannot work on meta: the poison stays
                 reset()
                 return
+
+
+def _reset_beside_weights(module: nn.Module) -> None:
+    """Reset a module that makes its buffers on the device of its own parameters, as timm's Swin Transformer does.
+
+    The parameters are on the host meanwhile, each in the memory of one number. They have no values, so that nothing may
+    be computed from them.
+    """
+    replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    memory: set[int] = set()
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                replaced.append((inner._parameters, name, parameter))
+    for parameters, name, parameter in replaced:
+        number = torch.zeros((), dtype=parameter.dtype, device="cpu")
+        memory.add(number.untyped_storage().data_ptr())
+        parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)
+    try:
+        with _Unread(memory):
+            _reset(module)
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
+
+
+class _Unread(TorchDispatchMode):
+    """Context manager: inside it, an operation that is given some memory raises, whatever it would do with it."""
+
+    def __init__(self, memory: Collection[int]) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                if value.untyped_storage().data_ptr() in self._memory:
+                    raise ValueError(f"{func} is given a weight that has no values yet")
+        return func(*args, **(kwargs or {}))
 
 
 def _poisoned(shape: torch.Size, dtype: torch.dtype, poison: int) -> torch.Tensor:

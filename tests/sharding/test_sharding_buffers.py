@@ -81,6 +81,43 @@ def test_a_plain_module_resets_its_buffers_by_its_own_method() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+class BesideItsWeight(Scaled):
+    """Computes its buffers where its weight is, as timm's Swin Transformer its masks."""
+
+    def reset_parameters(self) -> None:
+        device = self.weight.device
+        self.register_buffer("scale", torch.full((3,), 2.0, device=device, dtype=self.weight.dtype), persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False, True], device=device), persistent=False)
+        self.order = torch.arange(3, device=device)
+
+
+class OfItsWeight(Scaled):
+    """Computes its buffers from the values of its weight, which are not there yet."""
+
+    def reset_parameters(self) -> None:
+        self.scale = self.weight * 2
+        self.mask = self.weight > 0
+        self.order = self.weight.argsort()
+
+
+def test_buffers_that_are_computed_where_a_weight_is_are_computed_on_the_host() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(BesideItsWeight(), torch.nn.Linear(3, 3))
+    weight = model[0].weight
+    assert sorted(rebuild_buffers(model)) == ["0.mask", "0.order", "0.scale"]
+    assert all(torch.equal(own, other) for own, other in zip(model.buffers(), Scaled().buffers(), strict=True))
+    assert model[0].weight is weight
+    assert weight.is_meta
+
+
+def test_buffers_that_are_computed_from_the_values_of_a_weight_are_refused() -> None:
+    with torch.device("meta"):
+        model = OfItsWeight()
+    with pytest.raises(CheckpointError) as caught:
+        compute_buffers(model)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["scale", "mask", "order"]
+
+
 def test_buffers_that_nothing_fills_are_all_named_and_the_model_stays() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(Scaled(), torch.nn.Linear(3, 3))
