@@ -206,11 +206,11 @@ def _reset_beside_weights(module: nn.Module) -> None:
             parameters[name] = parameter
 
 
-class _Unread(TorchDispatchMode):
-    """Context manager: inside it, an operation that is given some memory raises, whatever it would do with it."""
+class _Unread(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
+    """Context manager: inside it, every operation on some memory raises."""
 
     def __init__(self, memory: Collection[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._memory = memory
 
     def __torch_dispatch__(
@@ -221,9 +221,9 @@ class _Unread(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                if value.untyped_storage().data_ptr() in self._memory:
-                    raise ValueError(f"{func} is given a weight that has no values yet")
+            is_real = isinstance(value, torch.Tensor) and not value.is_meta
+            if is_real and value.untyped_storage().data_ptr() in self._memory:
+                raise ValueError(f"{func} is given a weight that has no values yet")
         return func(*args, **(kwargs or {}))
 
 

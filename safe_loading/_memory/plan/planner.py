@@ -244,8 +244,8 @@ class Planner:
     def _keep_together(self, trace: StepTrace, device_map: Mapping[str, Device], tree: ModuleTree) -> bool:
         """Keep together the units that an operation reads from two devices; return whether there were new ones.
 
-        A module without tensors, of which no hook sends the inputs to one device, gets a key of its own instead. A layer
-        stays whole. In a module that has a stack of layers only those units are joined that the tensors come
+        A module without tensors, of which no hook sends the inputs to one device, gets a key of its own instead. A
+        layer stays whole. In a module that has a stack of layers only those units are joined that the tensors come
         from, two embeddings that are added, say; unless one comes from the stack, or from elsewhere.
         """
         wholes: dict[str, str] = {}

@@ -2,9 +2,9 @@
 
 The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): a module with an entry in the
 device map, and every one with tensors below it, has its inputs sent to the entry's device, except arguments that the
-model asks to skip (its cache); the model's outputs come back to the device of its inputs; the tensors that the model itself holds go to the main device,
-whatever the map says of them; an offloaded module runs on the main device, and each module with tensors of its own has
-them copied there before its forward and dropped after it.
+model asks to skip (its cache); the model's outputs come back to the device of its inputs; the tensors that the model
+itself holds go to the main device, whatever the map says of them; an offloaded module runs on the main device, and each
+module with tensors of its own has them copied there before its forward and dropped after it.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def _check_conv(base: Any) -> None:
     lacks += [f"padding_mode={base.padding_mode!r}"] if pads and base.padding_mode != "zeros" else []
     if lacks:
         raise CannotMergeError(
-            f"its convolution has {' and '.join(lacks)}, which peft's lora_A has not, so no merged weight computes what "
-            f"the layer computes. Keep the adapter"
+            f"its convolution has {' and '.join(lacks)}, which peft's lora_A has not, so no merged weight computes "
+            f"what the layer computes. Keep the adapter"
         )
 
 

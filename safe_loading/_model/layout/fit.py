@@ -100,9 +100,9 @@ def missing_problems(
 def optional_names(model: torch.nn.Module) -> Callable[[str], bool]:
     """Return whether the class of a model excuses checkpoints that lack a name: the model computes it, say.
 
-    transformers tries the patterns of each model inside on all names of the whole, so that one part would excuse weights
-    of another: SeamlessM4T's converter of text to units excuses ``text_encoder``, which is the whole's, and it starts at
-    random. A parameter needs the word of a model that it is in. Buffers are computed by their modules.
+    transformers tries the patterns of each model inside on all names of the whole, so that one part would excuse
+    weights of another: SeamlessM4T's converter of text to units excuses ``text_encoder``, which is the whole's, and it
+    starts at random. A parameter needs the word of a model that it is in. Buffers are computed by their modules.
     """
     anywhere = _matcher(getattr(model, _EXCUSED, None))
     within = [(f"{path}." if path else "", _matcher(own)) for path, own in _own_excuses(model)]
