@@ -10,13 +10,15 @@ from transformers import Adafactor, LlamaConfig
 
 from safe_loading import ArgumentError, Workload, predict_memory
 from safe_loading._memory.trace.cuda_paths import cuda_paths
-from safe_loading._memory.trace.cuda_scratch import card_of, split_over_blocks
+from safe_loading._memory.trace.cuda_scratch import CARD, card_of, scratch_of, split_over_blocks
+from safe_loading._memory.trace.operation import OperationCall
 from safe_loading._memory.trace.trace_step import trace_step
 
 if TYPE_CHECKING:
     from cuda_runs import CudaRunner
 
 MiB = 1 << 20
+aten = torch.ops.aten
 H100, T4 = card_of((9, 0)), card_of((7, 5))
 
 # read off torch 2.13 for CUDA 13 by the caching allocator's own history
@@ -55,6 +57,25 @@ def test_statistics_of_a_layer_norm_are_in_float32_on_cuda_alone() -> None:
     assert statistics() == [2 * 8 * 2] * 2
     with cuda_paths((8, 0)):
         assert statistics() == [2 * 8 * 4] * 2
+
+
+def test_kernels_that_read_in_order_copy_what_lies_otherwise() -> None:
+    """As images do that become tokens, and videos whose frames come before their channels."""
+    tokens, video = torch.empty(2, 64, 256, device="meta"), torch.empty(2, 4, 3, 32, 32, device="meta")
+    kernel = torch.empty(8, 3, 2, 8, 8, device="meta")
+
+    def scratch(func: Any, *args: Any) -> tuple[int, ...]:
+        token = CARD.set(H100)
+        try:
+            return scratch_of(OperationCall(func, args, {}), [tokens])
+        finally:
+            CARD.reset(token)
+
+    assert scratch(aten.native_layer_norm.default, tokens.transpose(1, 2), [64], None, None, 1e-5) == (tokens.nbytes,)
+    assert scratch(aten.native_layer_norm.default, tokens, [256], None, None, 1e-5) == ()
+    convolution = (kernel, None, [2, 8, 8], [0] * 3, [1] * 3, False, [0] * 3, 1)
+    assert scratch(aten.convolution.default, video.transpose(1, 2), *convolution) == (video.nbytes,)
+    assert scratch(aten.convolution.default, video.transpose(1, 2).contiguous(), *convolution) == ()
 
 
 LLAMA: dict[str, Any] = {
@@ -110,7 +131,7 @@ def test_a_device_map_warms_the_allocator_first() -> None:
 
 
 KERNELS = """
-    from safe_loading._memory.trace.cuda_scratch import CARD, Processors, scratch_of
+    from safe_loading._memory.trace.cuda_scratch import CARD, SCRATCH_FIRST, Processors, scratch_of
     from safe_loading._memory.trace.operation import OperationCall
     from safe_loading._memory.trace.allocator import round_size
     aten = torch.ops.aten
@@ -135,7 +156,10 @@ KERNELS = """
             outputs = [out] if isinstance(out, torch.Tensor) else list(out)
             predicted = list(scratch_of(call, outputs))
             seen += bool(predicted)
-            if sorted(found[len(outputs):]) != sorted(predicted):
+            beside = list(found) if func in SCRATCH_FIRST else found[len(outputs):]
+            for output in outputs if func in SCRATCH_FIRST else ():
+                beside.remove(output.nbytes)
+            if sorted(beside) != sorted(predicted):
                 shapes = [list(a.shape) if isinstance(a, torch.Tensor) else a for a in args]
                 wrong.append([str(func), str(args[0].dtype), shapes, found, predicted])
         shapes = [((4000, 256), 0), ((4096, 512), 0), ((4096, 512), 1), ((100000, 3), 0), ((3, 100000), 1),
@@ -161,6 +185,28 @@ KERNELS = """
                         compare(aten.any.dim, y, dims)
         for dtype in (torch.int64, torch.bool):
             compare(aten.sum.dim_IntList, torch.empty(4000, 256, dtype=dtype, device="cuda"), [0])
+        for dtype in (torch.float32, torch.bfloat16):
+            weight, mean = torch.empty(64, dtype=dtype, device="cuda"), torch.empty(2, 256, 1, device="cuda")
+            ordered = torch.empty(2, 256, 64, dtype=dtype, device="cuda")
+            for x in (ordered, torch.empty(2, 64, 256, dtype=dtype, device="cuda").transpose(1, 2)):
+                compare(aten.native_layer_norm.default, x, [64], weight, weight, 1e-5)
+                wanted = [True] * 3
+                compare(aten.native_layer_norm_backward.default, ordered, x, [64], mean, mean, weight, weight, wanted)
+                compare(aten._fused_rms_norm.default, x, [64], weight, 1e-5)
+                compare(aten._softmax.default, x, -1, False)
+                compare(aten._log_softmax.default, x, -1, False)
+                compare(aten._log_softmax_backward_data.default, x, ordered, -1, dtype)
+                compare(aten.convolution.default, x, torch.empty(8, 256, 3, dtype=dtype, device="cuda"), None,
+                        [1], [1], [1], False, [0], 1)
+            image = torch.empty(2, 32, 16, 32, dtype=dtype, device="cuda")
+            for x in (image.permute(0, 2, 1, 3), image.permute(0, 3, 1, 2), image.permute(0, 2, 1, 3).contiguous()):
+                kernels = torch.empty(8, x.shape[1], 3, 3, dtype=dtype, device="cuda")
+                for kernel in (kernels, kernels.to(memory_format=torch.channels_last)):
+                    compare(aten.convolution.default, x, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+            video = torch.empty(2, 4, 3, 32, 32, dtype=dtype, device="cuda").permute(0, 2, 1, 3, 4)
+            kernels = torch.empty(8, 3, 2, 8, 8, dtype=dtype, device="cuda")
+            for x in (video, video.contiguous(), video.to(memory_format=torch.channels_last_3d)):
+                compare(aten.convolution.default, x, kernels, None, [2, 8, 8], [0] * 3, [1] * 3, False, [0] * 3, 1)
         scores = torch.empty(2, 8, 128, 128, device="cuda")
         compare(aten._safe_softmax.default, scores, -1)
         compare(aten._softmax_backward_data.default, scores, scores, -1, torch.float32)

@@ -208,6 +208,34 @@ def _of_index(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple
     return tuple(8 * index.numel() for index in indices if not index.is_contiguous())
 
 
+def _of_contiguous(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of a kernel's inputs that do not lie in the order in which it reads them."""
+    count = _CONTIGUOUS[call.func]
+    inputs = [value for value in call.args[:count] if isinstance(value, torch.Tensor)]
+    return tuple(value.nbytes for value in inputs if not value.is_contiguous())
+
+
+def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies that cuDNN's convolutions take of an input in no order of theirs, or else of the weight."""
+    x, weight = call.args[:2]
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = orders.get(x.dim())
+    if last is None or (x.is_contiguous() and not weight.is_contiguous(memory_format=last)):
+        return () if x.is_contiguous() else (x.nbytes,)
+    channels_last = any(each.is_contiguous(memory_format=last) and not each.is_contiguous() for each in (x, weight))
+    order = last if channels_last else torch.contiguous_format
+    return tuple(each.nbytes for each in (x, weight) if not each.is_contiguous(memory_format=order))
+
+
+# the kernels that read their first tensors in order alone, and how many these are
+_CONTIGUOUS: dict[object, int] = {
+    aten.native_layer_norm.default: 1,
+    aten.native_layer_norm_backward.default: 2,
+    aten._fused_rms_norm.default: 1,
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2,
+}
 _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[int, ...]]] = {
     aten._softmax_backward_data.default: _of_softmax_backward,
     aten._safe_softmax.default: _of_safe_softmax,
@@ -218,8 +246,11 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     aten.index.Tensor: _of_index,
     aten.index_put.default: _of_index_put,
     aten.index_put_.default: _of_index_put,
+    aten.convolution.default: _of_convolution,
+    **dict.fromkeys(_CONTIGUOUS, _of_contiguous),
 }
-SCRATCH_FIRST = frozenset({aten.index.Tensor})  # which takes it before its output
+# which take it before their output
+SCRATCH_FIRST = frozenset({aten.index.Tensor, aten.convolution.default, *_CONTIGUOUS})
 
 
 def _reduced(call: OperationCall, dims: int) -> frozenset[int]:
