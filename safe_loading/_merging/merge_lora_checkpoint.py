@@ -103,7 +103,8 @@ def merge_lora_checkpoint(
         base_revision: Branch, tag or commit of the base.
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``trust_remote_code``, ``num_labels`` or
-            ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
+            ``variant``; fields of the config are written into the output's. ``token``, ``cache_dir`` and
+            ``local_files_only`` are used for the adapters too.
         dequantize: Whether a quantized base is written as a plain one, in the dtype of its config, each element rounded
             once. Otherwise formats whose codes can be merged into, such as fp8, are kept: merged weights are rounded to
             codes again, ``tensor.rounding`` and findings say what that loses, and all else is copied byte for byte.

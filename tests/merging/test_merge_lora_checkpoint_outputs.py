@@ -21,10 +21,13 @@ from test_merge_lora_inplace_ties import ENDS, adapted, family
 from test_merge_lora_inplace_ties import logits as end_logits
 from tiny_models import saved
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from safe_loading import (
@@ -460,6 +463,72 @@ def test_a_head_of_other_labels_than_the_base_s(tmp_path: Path) -> None:
     tensors["score.weight"][4] += 1
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     assert not verify_merge(tmp_path / "base", adapter, tmp_path / "out").ok
+
+
+NAMES = {"id2label": {0: "no", 1: "yes", 2: "both"}, "label2id": {"no": 0, "yes": 1, "both": 2}}
+
+
+@pytest.mark.parametrize("asked", [NAMES, {"num_labels": 3, **NAMES}], ids=["names", "number and names"])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_labels_that_are_named_have_their_names_in_the_output(
+    tmp_path: Path, asked: dict[str, Any], has_head: bool
+) -> None:
+    base = save_llama(tmp_path / "base", pad_token_id=0)
+    adapter = save_seq_cls(tmp_path / "adapter", base, 3)
+    if has_head:  # of two labels
+        AutoModelForSequenceClassification.from_pretrained(base).save_pretrained(base)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", base_kwargs=asked)
+    model = loaded(tmp_path / "out", AutoModelForSequenceClassification)
+    assert (model.config.id2label, model.config.label2id) == (NAMES["id2label"], NAMES["label2id"])
+    assert torch.allclose(logits(model), plain(base, adapter, base_kwargs=asked), atol=1e-4)
+    assert verify_merge(base, adapter, tmp_path / "out", base_kwargs=asked).ok
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_labels": 3}, NAMES], ids=["found in the adapter", "number", "names"])
+def test_a_head_of_other_labels_of_a_task_that_peft_does_not_know(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """An adapter for images has no ``task_type``, and its head is told by its tensors alone."""
+    base, sizes = tmp_path / "base", {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = ViTConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=8, num_labels=5)
+    ViTForImageClassification(config).save_pretrained(base)
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> Any:
+            options |= {"num_labels": 3, "ignore_mismatched_sizes": True}
+            return ViTForImageClassification.from_pretrained(path, **options)
+
+    head = {"task_type": None, "target_modules": "all-linear", "modules_to_save": ["classifier"]}
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=Loader, **head)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", base_kwargs=asked)
+    model = loaded(tmp_path / "out", ViTForImageClassification)
+    theirs = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu", base_kwargs={"num_labels": 3}))
+    assert model.config.num_labels == 3
+    found = model.state_dict()
+    assert not [name for name, tensor in theirs.state_dict().items() if not torch.equal(tensor, found[name])]
+    assert verify_merge(base, adapter, tmp_path / "out", base_kwargs=asked).ok
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {"rms_norm_eps": 0.5, "max_position_embeddings": 512, "use_cache": False},
+        {"pad_token_id": None, "attn_implementation": "eager"},
+        {"num_labels": 3},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_fields_of_the_config_that_are_passed_are_those_of_the_output(tmp_path: Path, asked: dict[str, Any]) -> None:
+    base = save_llama(tmp_path / "base", pad_token_id=0)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", base_kwargs=asked)
+    theirs = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu", base_kwargs=asked))
+    theirs.save_pretrained(tmp_path / "theirs")
+    one, other = (AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("out", "theirs"))
+    assert {**one, "_name_or_path": None} == {**other, "_name_or_path": None}
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(loaded(tmp_path / "theirs")))
+    assert verify_merge(base, adapter, tmp_path / "theirs", base_kwargs=asked).ok
+    assert verify_merge(base, adapter, tmp_path / "out", base_kwargs=asked).ok
 
 
 def save_seq_cls(folder: Path, base: Path, labels: int) -> Path:

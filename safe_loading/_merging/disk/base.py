@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from .quantized_base import read_as_plain, road_into_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
+_LABELS = {"num_labels", "id2label"}
+# Entries whose values are dicts and no configs of parts: they are written as a whole, because a key may have gone.
+_WHOLE = {"id2label", "label2id", "rope_parameters", "rope_scaling"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,6 +94,24 @@ class MergeBase:
         with quiet():
             return changed_config(self.opened, self.kwargs)
 
+    @functools.cached_property
+    def asked(self) -> dict[str, object]:
+        """The entries of config.json that ``kwargs`` make other than they were, by their dotted keys, in JSON."""
+        if self.kwargs.keys() <= _NOT_OF_THE_CONFIG:
+            return {}
+        with quiet():
+            before, _ = changed_config(self.opened, {k: v for k, v in self.kwargs.items() if k in _NOT_OF_THE_CONFIG})
+        documents = [json.loads(each.to_json_string(use_diff=False)) for each in (before, self._changed_config[0])]
+        return dict(_changed_entries(*documents))
+
+    @property
+    def num_labels(self) -> int | None:
+        """The number of labels that ``kwargs`` ask for, if they do, by a number or by names."""
+        if _LABELS.isdisjoint(self.kwargs):
+            return None
+        labels: int | None = getattr(self._changed_config[0], "num_labels", None)
+        return labels
+
     def refuse_unknown_arguments(self, model_class: Any) -> None:
         """Refuse ``kwargs`` that neither the config nor this class takes."""
         config, others = self._changed_config
@@ -109,6 +131,17 @@ class MergeBase:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
         return model
+
+
+def _changed_entries(before: JsonObject, after: JsonObject, outer: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in after.items():
+        own = before.get(key)
+        if key.startswith("_") or (key in before and own == value):
+            continue
+        if isinstance(value, dict) and isinstance(own, dict) and key not in _WHOLE:
+            yield from _changed_entries(own, value, f"{outer}{key}.")
+        else:
+            yield f"{outer}{key}", value
 
 
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:

@@ -49,12 +49,12 @@ from .compare_layouts import OtherLayout
 from .place_edits import is_one_tensor
 
 _TIE_FLAG = "tie_word_embeddings"
+_QUANTIZATION = "quantization_config"
 # Mllama has eight rows more than words, DeepSeek V4 tables beside the vocabulary, T5Gemma 2 one vocabulary twice.
 _NO_SUCH_VOCABULARY = (
     ". transformers saves no {} with another vocabulary that it could load again. Keep the adapter: load the base, "
     "call resize_token_embeddings({}), and pass it to load_peft_on_rank"
 )
-_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,17 +114,22 @@ def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -
             f"be told ({type(error).__name__}: {error}); it may need remote code (base_kwargs={{'trust_remote_code': "
             f"True}}), or another version. Load it, merge it with merge_lora_inplace and save it."
         ) from error
-    if "num_labels" in base.kwargs:
-        return model, base.kwargs["num_labels"]
-    labels = getattr(model.config, "num_labels", None)
-    if labels is None or not any(adapter.config.task_type in _CLASSIFIERS for adapter in adapters):
+    if base.num_labels is not None:
+        return model, base.num_labels
+    labels, own = getattr(model.config, "num_labels", None), dict(model.named_parameters())
+    replaced = {
+        name: shapes
+        for name, shapes in replaced_shapes(adapters, model).items()
+        if name in own and any(shape != tuple(own[name].shape) for shape in shapes)
+    }
+    if labels is None or not replaced:
         return model, None
-    # Which parameters depend on the number of labels is seen from a second model, and not guessed from names.
+    # Which parameters depend on the number of labels is seen from a second model, and not guessed from names, nor from
+    # the task, which adapters for images and sound do not name.
     other = base.on_meta(model_class, num_labels=labels + 1)
-    shapes = {name: tensor.shape for name, tensor in other.named_parameters()}
-    heads = [name for name, tensor in model.named_parameters() if shapes[name] != tensor.shape]
-    replaced = replaced_shapes(adapters, model)
-    sizes = {shape[0] for name in heads for shape in replaced.get(name, ())}
+    shapes_there = {name: tensor.shape for name, tensor in other.named_parameters()}
+    heads = [name for name in replaced if shapes_there.get(name) != own[name].shape]
+    sizes = {shape[0] for name in heads for shape in replaced[name]}
     if len(sizes) != 1 or sizes == {labels}:
         return model, None
     size = sizes.pop()
@@ -191,6 +196,7 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
     config = output.model.config
     changes.findings += output.findings
     changes.findings += [untied_finding(base.folder, pair) for pair in output.untied]
+    changes.config = {**_asked(output, base), **changes.config}
     if output.resized:
         text = text_config(config)
         key = next((name for name, value in vars(config).items() if value is text), None)
@@ -201,9 +207,8 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
     if output.layout.mismatched or any(source is None for source in changes.added.values()):  # a head of its own
         changes.config["architectures"] = [architecture]
         if output.num_labels is not None:
-            labels = range(int(output.num_labels))
-            changes.config["id2label"] = {str(number): f"LABEL_{number}" for number in labels}
-            changes.config["label2id"] = {f"LABEL_{number}": number for number in labels}
+            changes.config["id2label"] = {str(number): name for number, name in config.id2label.items()}
+            changes.config["label2id"] = dict(config.label2id)
         changes.dropped |= _no_longer_known(base, output.layout)
     if changes.dropped:
         names, nbytes = sorted(changes.dropped), sum(base.checkpoint.tensors[name].nbytes for name in changes.dropped)
@@ -214,7 +219,12 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
         advice = _NO_SUCH_VOCABULARY.format(type(output.model).__name__, max(output.resized.values(), default=0))
         changes.problems += [problem + advice if output.resized else problem for problem in problems]
     if base.quantized and not base.keeps_codes:
-        changes.config["quantization_config"] = None
+        changes.config[_QUANTIZATION] = None
+
+
+def _asked(output: OutputModel, base: MergeBase) -> dict[str, object]:
+    """Return the entries that the caller asked for, but that weights are tied which the files hold apart."""
+    return {key: value for key, value in base.asked.items() if not (output.untied and key.endswith(_TIE_FLAG))}
 
 
 def _cut_rows(changes: Changes, output: OutputModel, base: MergeBase) -> None:
@@ -324,9 +334,10 @@ def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: t
 
 
 def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
-    """Return a copy of a config with new values; a dotted key is that of a nested one, None takes an entry out of all.
+    """Return a copy of a config with new values; a dotted key is that of a nested one.
 
-    ``dtype`` and ``tie_word_embeddings`` are changed in each nested config that has them, too.
+    ``dtype`` and ``tie_word_embeddings`` are changed in each nested config that has them, too, and a
+    ``quantization_config`` that is None is taken out of all.
     """
     document = copy.deepcopy(config)
     configs = [document, *(nested for nested in document.values() if isinstance(nested, dict))]
@@ -341,7 +352,7 @@ def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
         for nested in configs if name == _TIE_FLAG else ():
             if name in nested:
                 nested[name] = value
-        if value is None:
+        if name == _QUANTIZATION and value is None:
             for nested in configs:
                 nested.pop(name, None)
             continue
