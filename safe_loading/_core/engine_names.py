@@ -139,6 +139,18 @@ def _nearest(name: str, verb: Callable[..., object]) -> str:
     return f"no argument of that name{hint}{more}"
 
 
+OF_ADAPTERS = {
+    "adapter_name": "leave it out; a load names its adapters as {name: folder or hub id}",
+    "adapter_kwargs": "leave it out; adapter_revision= and adapter_subfolder= are for the adapter's repository",
+}
+CONFIG_OF_PEFT = "an adapter's config is read from its folder; config.save_pretrained(folder) changes it there"
+# Names of other releases and of peft that no from_pretrained of transformers takes.
+NOT_TAKEN = {
+    "use_flash_attention_2": "use attn_implementation='flash_attention_2'",
+    "use_auth_token": "use token=",
+    "resume_download": "leave it out: a download goes on where it stopped",
+    "ephemeral_gpu_offload": "leave it out: the norms of a DoRA are read from its file, and not computed",
+}
 _WHICH = {
     "revision": "pass base_revision= or adapter_revision=, of which each is for its own repository",
     "subfolder": "pass base_subfolder= or adapter_subfolder=, of which each is for its own repository",
@@ -153,6 +165,8 @@ LATER = EngineNames(
         "subfolder": "use adapter_subfolder=",
         "device_map": _WITH_ITS_MODEL,
         "max_memory": _WITH_ITS_MODEL,
+        "config": CONFIG_OF_PEFT,
+        "ephemeral_gpu_offload": NOT_TAKEN["ephemeral_gpu_offload"],
         "torch_dtype": "use adapter_dtype=, None for the dtype on disk",
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
@@ -174,8 +188,12 @@ LOAD = EngineNames(
     (*_ON_THE_WAY, "attn_implementation", "quantization_config"),
     {
         **_WHICH,
+        **NOT_TAKEN,
+        **OF_ADAPTERS,
         "max_memory": _PLANNED,
         "adapter_name": "pass the adapter as {name: folder or hub id}",
+        "config": f"{CONFIG_OF_PEFT}. That of the base goes into base_kwargs",
+        "state_dict": "leave it out: put the values into a model, and pass that as the base",
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
     },

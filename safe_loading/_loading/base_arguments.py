@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 from collections.abc import Iterable
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftConfig
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from safe_loading._core.engine_names import CONFIG_OF_PEFT, NOT_TAKEN, OF_ADAPTERS
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.meta_model import classes_of, loader_of
@@ -28,12 +31,15 @@ _RESERVED = {
     "allow_pickle": "use allow_pickle=",
     "low_cpu_mem_usage": "leave it out: it is always on",
     "output_loading_info": "leave it out: the report has it",
+    "state_dict": "leave it out: put the values into a model, and pass that as the base",
+    **OF_ADAPTERS,  # which from_pretrained would take without a word, for a folder of an adapter
 }
 _BITS = ("load_in_4bit", "load_in_8bit")
 _QUANTIZE_LATER = "leave it out, and quantize the output when it is loaded: nothing is quantized on disk"
 # Arguments of a load that change no file, and what to do instead of a merge with them.
 _NOT_ON_DISK = {
     **dict.fromkeys(("quantization_config", *_BITS), _QUANTIZE_LATER),
+    "config": "pass the fields of the config that differ, such as num_labels, by their own names",
     "key_mapping": "leave it out, and save the base under the names of its class first: load it so, and save it with "
     "save_original_format=False, without which it gets its old names back",
 }
@@ -42,6 +48,11 @@ _NOT_ON_DISK = {
 def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
     """Refuse keyword arguments that the verbs set themselves, each with the argument to use instead."""
     problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
+    config = base_kwargs.get("config")
+    if isinstance(config, PeftConfig):
+        problems.append(f"base_kwargs['config']: {CONFIG_OF_PEFT}")
+    elif config is not None and not isinstance(config, PreTrainedConfig):
+        problems.append("base_kwargs['config']: pass a config of transformers, as AutoConfig.from_pretrained gives one")
     if problems:
         raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
 
@@ -57,7 +68,9 @@ def check_merge_kwargs(base_kwargs: EngineKwargs) -> None:
 def checked_base_kwargs(base_kwargs: EngineKwargs) -> dict[str, object]:
     """Return the checked keyword arguments as transformers 5 takes them."""
     check_base_kwargs(base_kwargs)
-    return _with_quantization_config(base_kwargs)
+    taken = _with_quantization_config(base_kwargs)
+    # The classes of transformers write into the config that they get.
+    return {**taken, "config": copy.deepcopy(taken["config"])} if "config" in taken else taken
 
 
 def _with_quantization_config(base_kwargs: EngineKwargs) -> dict[str, object]:
@@ -156,7 +169,7 @@ def refuse_unknown(names: Iterable[str], config: PreTrainedConfig, model_class: 
     for name in sorted(set(names) - known):
         nearest = difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=3)
         meant = f" (nearest: {', '.join(nearest)})" if nearest else ""
-        problems.append(f"base_kwargs[{name!r}]: no argument of that name{meant}")
+        problems.append(f"base_kwargs[{name!r}]: {NOT_TAKEN.get(name, f'no argument of that name{meant}')}")
     if problems:
         raise ArgumentError(
             f"base_kwargs has arguments that are neither fields of {type(config).__name__}, nor arguments of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +52,17 @@ def changed_config(folder: ModelFolder, base_kwargs: EngineKwargs) -> tuple[PreT
     """Return the base's config with the fields that are among the arguments of its load, and the other arguments.
 
     ``attn_implementation`` and ``experts_implementation`` take the place of what config.json says in any form; in a
-    load of transformers, ``_attn_implementation`` there would win over the argument.
+    load of transformers, ``_attn_implementation`` there would win over the argument. A config that is passed itself
+    takes the place of the folder's, as it does there.
     """
     options = {"trust_remote_code": False, **base_kwargs}
     quantization = options.pop("quantization_config", None)  # of the load: transformers merges it with the config's
-    reader = config_reader(folder.config or {})
-    config, rest = reader.from_pretrained(folder.path, return_unused_kwargs=True, **options)
+    given = options.pop("config", None)
+    if given is None:
+        reader = config_reader(folder.config or {})
+        config, rest = reader.from_pretrained(folder.path, return_unused_kwargs=True, **options)
+    else:
+        config, rest = copy.deepcopy(given), {k: v for k, v in options.items() if k not in IMPLEMENTATIONS}
     lift_quantization(config)
     for name in IMPLEMENTATIONS & base_kwargs.keys():
         setattr(config, f"_{name}", base_kwargs[name])

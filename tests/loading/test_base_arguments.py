@@ -17,7 +17,9 @@ from models import Made, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import saved
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     BertModel,
@@ -133,6 +135,67 @@ def test_what_is_not_understood_is_refused_by_name(
 ) -> None:
     with pytest.raises(ArgumentError, match=words):
         load_peft_on_rank(tiny_llama, tiny_adapter, **arguments)
+
+
+def test_a_config_that_is_passed_is_the_one_of_the_check_and_of_the_load(tiny_llama: Path, tmp_path: Path) -> None:
+    """As the scripts of transformers pass it, with a number of labels that the folder does not say."""
+    config = AutoConfig.from_pretrained(tiny_llama, num_labels=3, pad_token_id=0, rms_norm_eps=0.25)
+    before = config.to_dict()
+    plain = peft.get_peft_model(
+        AutoModelForSequenceClassification.from_pretrained(tiny_llama, config=config),
+        peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False),
+    )
+    plain.save_pretrained(tmp_path / "adapter")
+    options: dict[str, Any] = {"config": config, "attn_implementation": "eager"}
+    model = load_peft_on_rank(tiny_llama, tmp_path / "adapter", base_kwargs=options)
+    assert (model.config.rms_norm_eps, model.config._attn_implementation) == (0.25, "eager")
+    assert (config.to_dict(), config._attn_implementation) == (before, None)
+    assert torch.allclose(logits(model), logits(plain.eval()), atol=1e-6)
+    with pytest.raises(ArgumentError, match=r"base_kwargs\['config'\].*of the config that differ.*num_labels"):
+        merge_lora_checkpoint(tiny_llama, tmp_path / "adapter", tmp_path / "out", base_kwargs={"config": config})
+    fields = {"num_labels": 3, "rms_norm_eps": 0.25}
+    merge_lora_checkpoint(tiny_llama, tmp_path / "adapter", tmp_path / "out", base_kwargs=fields)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", pad_token_id=0)
+    assert torch.allclose(logits(merged.eval()), logits(model), atol=1e-5)
+
+
+def test_a_config_of_peft_is_changed_in_the_adapter_s_folder(
+    tiny_llama: Path, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    """``config=`` of PeftModel.from_pretrained: the scale of the folder's would be used, and not that of this one."""
+    adapter = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    config: Any = peft.PeftConfig.from_pretrained(adapter)
+    config.lora_alpha *= 2
+    for words in ({"config": config}, {"base_kwargs": {"config": config}}):
+        with pytest.raises(ArgumentError, match=r"config.*config\.save_pretrained\(folder\)"):
+            load_peft_on_rank(tiny_llama, adapter, **words)
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama), adapter, config=config)
+    config.save_pretrained(adapter)
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), logits(plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("adapter_name", "mine", "{name: folder or hub id}"),
+        ("adapter_kwargs", {"revision": "v2"}, "adapter_revision= and adapter_subfolder="),
+        ("state_dict", {}, "put the values into a model, and pass that as the base"),
+        ("config", "folder", "pass a config of transformers"),
+        ("use_flash_attention_2", True, "use attn_implementation="),
+        ("use_auth_token", True, "use token="),
+        ("ephemeral_gpu_offload", True, "leave it out: the norms of a DoRA are read"),
+    ],
+)
+def test_what_transformers_would_ignore_or_knows_no_more_is_answered_with_its_place(
+    tiny_llama: Path, tiny_adapter: Path, name: str, value: Any, answer: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        load_peft_on_rank(tiny_llama, tiny_adapter, base_kwargs={name: value})
+    assert answer in str(caught.value)
+    if name != "config":
+        with pytest.raises(ArgumentError) as caught:
+            load_peft_on_rank(tiny_llama, tiny_adapter, **{name: value})
+        assert answer in str(caught.value)
 
 
 def test_several_active_adapters_as_the_refusal_says(tiny_llama: Path, tiny_adapter: Path) -> None:

@@ -207,8 +207,8 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
     if output.layout.mismatched or any(source is None for source in changes.added.values()):  # a head of its own
         changes.config["architectures"] = [architecture]
         if output.num_labels is not None:
-            changes.config["id2label"] = {str(number): name for number, name in config.id2label.items()}
-            changes.config["label2id"] = dict(config.label2id)
+            changes.config["id2label"] = {str(number): name for number, name in (config.id2label or {}).items()}
+            changes.config["label2id"] = dict(config.label2id or {})
         changes.dropped |= _no_longer_known(base, output.layout)
     if changes.dropped:
         names, nbytes = sorted(changes.dropped), sum(base.checkpoint.tensors[name].nbytes for name in changes.dropped)
