@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from safe_loading.errors import ArgumentError
 
@@ -31,7 +31,13 @@ class HubNames(TypedDict, total=False):
     local_files_only: bool
 
 
-class LaterNames(HubNames, total=False):
+class AdapterNames(TypedDict, total=False):
+    """The names of peft that a load of adapters takes with the value that always holds here."""
+
+    low_cpu_mem_usage: Literal[True]
+
+
+class LaterNames(HubNames, AdapterNames, total=False):
     """The names of the engines that the load of a later adapter takes."""
 
     torch_device: torch.device | str | int | None
@@ -49,7 +55,7 @@ class MergeNames(VerifyNames, total=False):
     torch_dtype: torch.dtype | str | None
 
 
-class LoadNames(MergeNames, total=False):
+class LoadNames(MergeNames, AdapterNames, total=False):
     """The names of the engines that a load takes."""
 
     attn_implementation: str | None
@@ -61,6 +67,7 @@ class InplaceNames(TypedDict, total=False):
     """The names of peft that a merge in memory takes."""
 
     progressbar: bool | None
+    safe_merge: Literal[True]
 
 
 class WrapNames(TypedDict, total=False):
@@ -72,6 +79,7 @@ class WrapNames(TypedDict, total=False):
     ignored_states: Iterable[nn.Module | nn.Parameter] | None
     device_mesh: DeviceMesh | None
     device_id: torch.device | int | None
+    use_orig_params: Literal[True]
 
 
 class PlanNames(TypedDict, total=False):
@@ -88,6 +96,7 @@ class EngineNames:
     same: Mapping[str, str]  # the argument of the verb that means the same
     in_base_kwargs: tuple[str, ...] = ()
     answers: Mapping[str, str] = field(default_factory=dict)  # what to write in the place of the others
+    holds: Mapping[str, bool] = field(default_factory=dict)  # what is so anyway, and is taken if this is its value
 
     def placed(
         self, verb: Callable[..., object], other: Mapping[str, object], own: Mapping[str, object], base_kwargs: object
@@ -103,6 +112,8 @@ class EngineNames:
         for name, value in other.items():
             place = self.same.get(name)
             if value is None and (place or name in self.in_base_kwargs or name in self.answers):
+                continue
+            if value is not None and value is self.holds.get(name):
                 continue
             if answer := _PLANNED if _is_strategy(name, value) and place else self.answers.get(name):
                 problems.append(f"{name}=: {answer}")
@@ -157,6 +168,7 @@ _WHICH = {
 }
 _ON_THE_WAY = ("trust_remote_code", "token", "cache_dir", "local_files_only")
 _WITH_ITS_MODEL = "leave it out: an adapter goes where its model is"
+_HELD_BY_LOADS = {"low_cpu_mem_usage": True}
 LATER = EngineNames(
     {"torch_device": "device"},
     ("token", "cache_dir", "local_files_only"),
@@ -171,6 +183,7 @@ LATER = EngineNames(
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
     },
+    _HELD_BY_LOADS,
 )
 _ONE_DEVICE = "use device=, the one device that computes the merged blocks"
 MERGE = EngineNames(
@@ -179,6 +192,7 @@ MERGE = EngineNames(
 INPLACE = EngineNames(
     {"progressbar": "progress"},
     answers={"safe_merge": "leave it out: all is checked before the first weight is written; see check_finite="},
+    holds={"safe_merge": True},
 )
 _JUDGED = "leave it out: the dtypes of the folder are judged as they are"
 VERIFY = EngineNames({}, _ON_THE_WAY, {**_WHICH, "torch_dtype": _JUDGED, "dtype": _JUDGED})
@@ -197,6 +211,7 @@ LOAD = EngineNames(
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
     },
+    _HELD_BY_LOADS,
 )
 _PLACED = "leave it out: every rank gets its own shard, by whatever road"
 WRAP = EngineNames(
@@ -215,6 +230,7 @@ WRAP = EngineNames(
         "sharding_strategy": "use reshard_after_forward=, and mesh=(replicas, shards) for HYBRID_SHARD",
         "process_group": "use mesh=",
     },
+    holds={"use_orig_params": True},
 )
 PLAN = EngineNames(
     {"torch_dtype": "dtype", "no_split_module_classes": "no_split_modules"},

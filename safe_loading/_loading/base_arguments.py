@@ -19,6 +19,7 @@ from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.meta_model import classes_of, loader_of
 from safe_loading.errors import ArgumentError
 
+_ALWAYS_ON = "low_cpu_mem_usage"
 # Arguments of from_pretrained that the verbs set themselves, and what to use instead.
 _RESERVED = {
     "device_map": "use device=",
@@ -29,7 +30,7 @@ _RESERVED = {
     "subfolder": "use base_subfolder=",
     "auto_class": "use auto_class=",
     "allow_pickle": "use allow_pickle=",
-    "low_cpu_mem_usage": "leave it out: it is always on",
+    _ALWAYS_ON: "leave it out: it is always on",
     "output_loading_info": "leave it out: the report has it",
     "state_dict": "leave it out: put the values into a model, and pass that as the base",
     **OF_ADAPTERS,  # which from_pretrained would take without a word, for a folder of an adapter
@@ -47,7 +48,11 @@ _NOT_ON_DISK = {
 
 def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
     """Refuse keyword arguments that the verbs set themselves, each with the argument to use instead."""
-    problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
+    problems = [
+        f"base_kwargs[{name!r}]: {instead}"
+        for name, instead in _RESERVED.items()
+        if name in base_kwargs and not (name == _ALWAYS_ON and base_kwargs[name] is True)
+    ]
     config = base_kwargs.get("config")
     if isinstance(config, PeftConfig):
         problems.append(f"base_kwargs['config']: {CONFIG_OF_PEFT}")

@@ -11,6 +11,9 @@ _PACKED = "memory/test_packed_rows.py::test_rows_that_cannot_be_one_are_refused"
 _DECODED = "core/test_workload.py::test_steps_beyond_the_limit_are_a_longer_prompt"
 _ENGINES = "core/test_engines.py::test_engines_that_are_new_enough_are_used"
 
+_OTHERS = (
+    "loading/test_base_arguments.py::test_what_transformers_would_ignore_or_knows_no_more_is_answered_with_its_place"
+)
 _NAMES = "core/test_engine_names.py::test_what_may_mean_two_things_is_answered_with_its_place"
 
 _WRAP = "sharding/test_wrap_fsdp_advice.py::test_a_model_is_sharded_once_the_advice_is_taken"
@@ -36,6 +39,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "use adapter_dtype=": _NAMES,
         "use adapter_revision=": "loading/test_other_writers.py::test_names_of_peft_have_an_answer",
         "use adapter_subfolder=": "loading/test_other_writers.py::test_names_of_peft_have_an_answer",
+        "leave it out; ": _OTHERS,
+        "use attn_implementation=": _OTHERS,
+        "use token=": _OTHERS,
         "use init_new=": _WRAP,
         "use reshard_after_forward=": _WRAP,
         "use mesh=": _WRAP,

@@ -79,6 +79,10 @@ TAKEN: dict[str, dict[str, str]] = {
             "loading/test_base_arguments.py::test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own"
         ),
         "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
+        "pass the fields of the config that differ": "loading/test_base_arguments.py::"
+        "test_a_config_that_is_passed_is_the_one_of_the_check_and_of_the_load",
+        "pass a config of transformers": "loading/test_base_arguments.py::"
+        "test_what_transformers_would_ignore_or_knows_no_more_is_answered_with_its_place",
     },
     "_loading/base_model.py": {
         "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"

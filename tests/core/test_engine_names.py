@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from safe_loading import (
     ArgumentError,
     fewest_cards,
+    load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
@@ -67,12 +68,12 @@ def test_what_means_one_thing_is_taken(tmp_path: Path, tiny_llama: Path, tiny_ad
 ANSWERS: dict[str, tuple[str, Arguments, str, Arguments]] = {
     "revision": ("load", {"revision": "main"}, "base_revision= or adapter_revision=", {"base_revision": None}),
     "subfolder": ("load", {"subfolder": "x"}, "base_subfolder= or adapter_subfolder=", {"base_subfolder": ""}),
-    "safe": ("merge in memory", {"safe_merge": True}, "leave it out: all is checked before the first", {}),
+    "safe": ("merge in memory", {"safe_merge": False}, "leave it out: all is checked before the first", {}),
     "strategy": ("load", {"device_map": "auto"}, "pass device_map=plan_device_map", {"device_map": {"": "cpu"}}),
     "limits": ("load", {"max_memory": {0: 1}}, "or leave it out for the device of this rank", {}),
     "name": ("load", {"adapter_name": "a"}, "the adapter as {name", {}),
     "cast": ("load", {"autocast_adapter_dtype": False}, "adapter_dtype=, None", {"adapter_dtype": None}),
-    "always on": ("load", {"low_cpu_mem_usage": True}, "leave it out", {}),
+    "always on": ("load", {"low_cpu_mem_usage": False}, "leave it out", {}),
     "twice": ("load", {"torch_dtype": "float16", "dtype": "float16"}, "leave torch_dtype out", {"dtype": "float16"}),
     "twice, by two names": (
         "load",
@@ -108,6 +109,19 @@ def test_what_may_mean_two_things_is_answered_with_its_place(
     assert "hf_secret" not in str(caught.value)
     assert isinstance(caught.value, TypeError)
     verbs[verb](**better)
+
+
+def test_what_holds_anyway_is_taken(tiny_llama: Path, tiny_adapter: Path) -> None:
+    """As scripts pass it: the same bits as without."""
+    model = load_peft_on_rank(tiny_llama, tiny_adapter, low_cpu_mem_usage=True)
+    other = load_peft_on_rank(tiny_llama, tiny_adapter, base_kwargs={"low_cpu_mem_usage": True})
+    for each in (model, other):
+        load_adapter_on_rank(each, tiny_adapter, "next", low_cpu_mem_usage=True)
+    plain = load_peft_on_rank(tiny_llama, tiny_adapter)
+    load_adapter_on_rank(plain, tiny_adapter, "next")
+    for each in (model, other):
+        assert all(map(torch.equal, each.state_dict().values(), plain.state_dict().values()))
+    assert merge_lora_inplace(model, safe_merge=True).merge_report
 
 
 def test_several_names_are_answered_together(tiny_llama: Path, tiny_adapter: Path) -> None:

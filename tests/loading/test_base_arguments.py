@@ -175,19 +175,19 @@ def test_a_config_of_peft_is_changed_in_the_adapter_s_folder(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "answer"),
+    ("name", "value", "answer", "instead"),
     [
-        ("adapter_name", "mine", "{name: folder or hub id}"),
-        ("adapter_kwargs", {"revision": "v2"}, "adapter_revision= and adapter_subfolder="),
-        ("state_dict", {}, "put the values into a model, and pass that as the base"),
-        ("config", "folder", "pass a config of transformers"),
-        ("use_flash_attention_2", True, "use attn_implementation="),
-        ("use_auth_token", True, "use token="),
-        ("ephemeral_gpu_offload", True, "leave it out: the norms of a DoRA are read"),
+        ("adapter_name", "mine", "{name: folder or hub id}", {}),
+        ("adapter_kwargs", {"revision": "v2"}, "adapter_revision= and adapter_subfolder=", {"adapter_revision": None}),
+        ("state_dict", {}, "put the values into a model, and pass that as the base", {}),
+        ("config", "folder", "pass a config of transformers", {}),
+        ("use_flash_attention_2", True, "use attn_implementation=", {"attn_implementation": "eager"}),
+        ("use_auth_token", True, "use token=", {"token": "hf_none"}),
+        ("ephemeral_gpu_offload", True, "leave it out: the norms of a DoRA are read", {}),
     ],
 )
 def test_what_transformers_would_ignore_or_knows_no_more_is_answered_with_its_place(
-    tiny_llama: Path, tiny_adapter: Path, name: str, value: Any, answer: str
+    tiny_llama: Path, tiny_adapter: Path, name: str, value: Any, answer: str, instead: dict[str, Any]
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
         load_peft_on_rank(tiny_llama, tiny_adapter, base_kwargs={name: value})
@@ -196,6 +196,11 @@ def test_what_transformers_would_ignore_or_knows_no_more_is_answered_with_its_pl
         with pytest.raises(ArgumentError) as caught:
             load_peft_on_rank(tiny_llama, tiny_adapter, **{name: value})
         assert answer in str(caught.value)
+    else:
+        instead = {"base_kwargs": {"config": AutoConfig.from_pretrained(tiny_llama)}}
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama) if name == "state_dict" else tiny_llama
+    adapter = {"mine": tiny_adapter} if name == "adapter_name" else tiny_adapter
+    assert load_peft_on_rank(adapter=adapter, base_model=base, **instead).load_report.ok
 
 
 def test_several_active_adapters_as_the_refusal_says(tiny_llama: Path, tiny_adapter: Path) -> None:
