@@ -19,7 +19,9 @@ from safe_loading import (
     merge_lora_inplace,
     plan_device_map,
     verify_merge,
+    wrap_fsdp_meta_safe,
 )
+from safe_loading._core.engine_names import WRAP
 
 Arguments = dict[str, Any]
 _LIMITS = {"cpu": "1GB"}
@@ -122,6 +124,9 @@ def test_what_holds_anyway_is_taken(tiny_llama: Path, tiny_adapter: Path) -> Non
     for each in (model, other):
         assert all(map(torch.equal, each.state_dict().values(), plain.state_dict().values()))
     assert merge_lora_inplace(model, safe_merge=True).merge_report
+    assert WRAP.placed(wrap_fsdp_meta_safe, {"use_orig_params": True}, {"mesh": None}, None) == (None, None)
+    with pytest.raises(ArgumentError, match="leave it out: it is always on"):
+        WRAP.placed(wrap_fsdp_meta_safe, {"use_orig_params": False}, {"mesh": None}, None)
 
 
 def test_several_names_are_answered_together(tiny_llama: Path, tiny_adapter: Path) -> None:
