@@ -391,10 +391,11 @@ def _modules_alone(
     A tied parameter has several. Those of FSDP1 take one module, and what a layer of peft has inside may be read past
     its forward.
     """
-    alone = tuple(dict.fromkeys(name.rpartition(".")[0] for name in places[parameter]))
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in places[parameter])
+    alone = tuple(path for path in paths if path in modules)  # a module that the model has twice is there once
     if "" in alone or (len(alone) > 1 and (flat or any(name.endswith(_INSIDE_OF_LAYERS) for name in alone))):
         return ()
-    inside = tuple(f"{name}." for name in alone)
+    inside = tuple(f"{path}." for path in paths)
     fits = all(
         each.dtype == parameter.dtype and all(name.startswith(inside) for name in places.get(each, ()))
         for module in alone

@@ -269,7 +269,12 @@ def check(seed: int, folder: Path) -> list[str]:
     except SafeLoadingError as error:
         return [] if "FSDP needs one dtype" in str(error) else [f"{case}: {error}"]
     problems = [f"{case}: loaded other values of {bad}" for bad in unlike(tensors(one), tensors(wrapped))]
-    other = engine_wrap(drawn(seed), wrapped, options)
+    try:
+        other = engine_wrap(drawn(seed), wrapped, options)
+    except RuntimeError:  # torch takes all that a module has into its unit, and has it twice if another has it too
+        if len(dict(one.named_modules())) == len(dict(one.named_modules(remove_duplicate=False))):
+            raise
+        return problems
     ids = torch.randint(0, one.rows, (4, one.rows), generator=torch.Generator().manual_seed(100 * seed + rank))
     theirs, ours = steps(other, ids), steps(wrapped, ids)
     if theirs != ours:

@@ -358,3 +358,14 @@ def test_tied_layers_that_peft_wraps_or_that_have_more_are_no_unit_of_their_own(
     for model in (adapted, mixed):
         with pytest.raises(ArgumentError, match=r"embed_tokens\..*weight is torch\.bfloat16"):
             plan_units(model)
+
+
+def test_a_layer_that_two_modules_share_is_one_unit_of_its_dtype(one_rank: None) -> None:
+    """The model has the layer under two names, and a walk of its modules meets it once."""
+    model = nn.Sequential(Block(8), Block(8), nn.Linear(8, 64))
+    model[1].inner = model[0].inner.bfloat16()
+    assert names(model, []) == names(model, [], flat=True) == ["0.inner", "(root)"]
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = wrap_fsdp_meta_safe(model, auto_wrap_policy=[])
+    assert wrapped[1].inner is wrapped[0].inner
+    assert all(torch.equal(whole(tensor), expected[name]) for name, tensor in wrapped.state_dict().items())
