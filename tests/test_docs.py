@@ -70,6 +70,7 @@ ALSO_ON = {  # what several verbs find stands on the page of each
     "_checkpoint/tokenizer_ids.py": ("loading.md",),
     "_checkpoint/trained_beside.py": ("loading.md", "merge_checkpoint.md"),
     "_loading/choose_class.py": ("merge_checkpoint.md",),
+    "_loading/sources.py": ("checkpoints.md", "merge_checkpoint.md"),
     "_merging/weights/loss_findings.py": ("merge_checkpoint.md",),
     "_merging/weights/packed_base.py": ("merge_checkpoint.md",),
     "_model/formats/four_bit.py": ("merging.md",),
