@@ -168,7 +168,7 @@ _WHICH = {
 }
 _ON_THE_WAY = ("trust_remote_code", "token", "cache_dir", "local_files_only")
 _WITH_ITS_MODEL = "leave it out: an adapter goes where its model is"
-_HELD_BY_LOADS = {"low_cpu_mem_usage": True}
+HELD_BY_LOADS = {"low_cpu_mem_usage": True}
 LATER = EngineNames(
     {"torch_device": "device"},
     ("token", "cache_dir", "local_files_only"),
@@ -183,7 +183,7 @@ LATER = EngineNames(
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
     },
-    _HELD_BY_LOADS,
+    HELD_BY_LOADS,
 )
 _ONE_DEVICE = "use device=, the one device that computes the merged blocks"
 MERGE = EngineNames(
@@ -211,7 +211,7 @@ LOAD = EngineNames(
         "autocast_adapter_dtype": "use adapter_dtype=, None for the dtype on disk",
         "low_cpu_mem_usage": "leave it out: it is always on",
     },
-    _HELD_BY_LOADS,
+    HELD_BY_LOADS,
 )
 _PLACED = "leave it out: every rank gets its own shard, by whatever road"
 WRAP = EngineNames(

@@ -13,13 +13,12 @@ import transformers
 from peft import PeftConfig
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from safe_loading._core.engine_names import CONFIG_OF_PEFT, NOT_TAKEN, OF_ADAPTERS
+from safe_loading._core.engine_names import CONFIG_OF_PEFT, HELD_BY_LOADS, NOT_TAKEN, OF_ADAPTERS
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.meta_model import classes_of, loader_of
 from safe_loading.errors import ArgumentError
 
-_ALWAYS_ON = "low_cpu_mem_usage"
 # Arguments of from_pretrained that the verbs set themselves, and what to use instead.
 _RESERVED = {
     "device_map": "use device=",
@@ -30,7 +29,7 @@ _RESERVED = {
     "subfolder": "use base_subfolder=",
     "auto_class": "use auto_class=",
     "allow_pickle": "use allow_pickle=",
-    _ALWAYS_ON: "leave it out: it is always on",
+    "low_cpu_mem_usage": "leave it out: it is always on",
     "output_loading_info": "leave it out: the report has it",
     "state_dict": "leave it out: put the values into a model, and pass that as the base",
     **OF_ADAPTERS,  # which from_pretrained would take without a word, for a folder of an adapter
@@ -51,7 +50,7 @@ def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
     problems = [
         f"base_kwargs[{name!r}]: {instead}"
         for name, instead in _RESERVED.items()
-        if name in base_kwargs and not (name == _ALWAYS_ON and base_kwargs[name] is True)
+        if name in base_kwargs and not (name in HELD_BY_LOADS and base_kwargs[name] is HELD_BY_LOADS[name])
     ]
     config = base_kwargs.get("config")
     if isinstance(config, PeftConfig):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
+from safe_loading._checkpoint.copy_bytes import range_of
 from safe_loading._checkpoint.faults import note
-from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, is_revision, resolve, small_files
 from safe_loading._checkpoint.index import Checkpoint
@@ -167,7 +168,7 @@ def _different_weight(adapter: AdapterFolder, named: Checkpoint, base: Checkpoin
         if name.endswith(".weight") and name.split(".")[-2] in words and info.dtype in _COMPARED
         if (other := named.tensors.get(name)) is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     ]
-    for info, other in both[:: max(1, len(both) // _MOST_COMPARED)]:
+    for info, other in both[:: max(1, math.ceil(len(both) / _MOST_COMPARED))]:
         file, of_named = base.file_of[info.name], named.file_of[info.name]
         if not _is_copy(file, of_named) and _first_bytes(file, info) != _first_bytes(of_named, other):
             return info.name
@@ -180,7 +181,5 @@ def _is_copy(file: Path, other: Path) -> bool:
     return (one.st_size, one.st_mtime_ns) == (two.st_size, two.st_mtime_ns)
 
 
-def _first_bytes(path: Path, info: TensorInfo) -> bytes:
-    with open_regular(path) as file:
-        file.seek(info.start)
-        return file.read(min(info.nbytes, _COMPARED_BYTES))
+def _first_bytes(path: Path, info: TensorInfo) -> bytearray:
+    return range_of(path, info.start, min(info.nbytes, _COMPARED_BYTES))

@@ -80,6 +80,8 @@ def scales_left_out(names: Iterable[str]) -> list[str]:
     It takes the scales of groups, and not the one over them (up to 5.24, transformers#48371).
     """
     found = [name for name in names if _OF_ONE_EXPERT.search(name)]
+    if not found:
+        return []
     try:
         from transformers.integrations import compressed_tensors as engine
     except ImportError:  # older releases decode no experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -105,23 +105,28 @@ def _refuse_parts(
         )
 
 
+def _stacked(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each parameter that may hold all experts of a layer: it has three dimensions."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            path, _, leaf = name.rpartition(".")
+            yield path, leaf
+
+
 def _refuse_left_out(model: nn.Module, checkpoint: Checkpoint, method: str, scales: list[str]) -> None:
     """Refuse codes of single experts that would be decoded without a part of their scales, and so be wrong."""
+    if not scales:
+        return
     replaced: Mapping[str, Any] = MODULES_TO_PATCH_FOR_QUANTIZATION  # whose experts are layers of their own again
     apart = {name for name, facts in replaced.items() if method in facts["quantization_methods"]}
-    stacked = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if type(module).__name__ not in apart
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.dim() == 3
-    ]
-    if scales and stacked:
+    held = [(path, name) for path, name in _stacked(model) if type(model.get_submodule(path)).__name__ not in apart]
+    if held:
         raise CheckpointError(
             f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method}, and "
-            f"{type(model).__name__} holds them together in {stacked[0]}. transformers decodes these without their "
-            f"{scales[0].rpartition('.')[2]} (transformers#48371), so that their weights would be wrong by its factor: "
-            f"{counted(len(scales), 'tensor')}, such as {scales[0]}. Load the base in 16 bits that it was made from."
+            f"{type(model).__name__} holds them together in {'.'.join(held[0])}. transformers decodes these without "
+            f"their {scales[0].rpartition('.')[2]} (transformers#48371), so that their weights would be wrong by its "
+            f"factor: {counted(len(scales), 'tensor')}, such as {scales[0]}. Load the base in 16 bits that it was made "
+            f"from."
         )
 
 
@@ -129,7 +134,7 @@ def _refuse_single_experts(
     model: nn.Module, checkpoint: Checkpoint, method: str, layout: CheckpointLayout | None
 ) -> None:
     """Refuse codes of experts in layers of their own, for which a model that holds them in one tensor has no place."""
-    stacked = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    stacked = {path for path, _ in _stacked(model)}
     unknown = (layout or read_layout(model, checkpoint.tensors)).unknown if stacked else ()
     single = [name for name in unknown if not stacked.isdisjoint(ancestors(name))]
     if single:
