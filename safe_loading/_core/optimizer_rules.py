@@ -69,6 +69,10 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
         "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
         "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop"),
+        # of the package schedulefree: a copy of the parameters in place of the first moment
+        "schedule_free_adamw": OptimizerRule(2, source="schedulefree:AdamWScheduleFree"),
+        "schedule_free_radam": OptimizerRule(2, source="schedulefree:RAdamScheduleFree"),
+        "schedule_free_sgd": OptimizerRule(1, source="schedulefree:SGDScheduleFree"),
         # transformers' class, which computes and keeps in float32
         "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
         "none": OptimizerRule(0),

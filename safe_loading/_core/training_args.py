@@ -11,15 +11,15 @@ from safe_loading.errors import ArgumentError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-_KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig")  # of trl, read in 1.16
+_KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig")  # of trl, read in 1.16
+_OF_SAMPLES = ("GRPOConfig", "RLOOConfig")  # whose trainers generate the rows
 _OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
-_WITH_REFERENCE = ("DPOConfig", "KTOConfig", "GRPOConfig")
+_WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
     "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
     f"more.",
-    "use_liger_kernel": f"which layers it replaces depends on the model: {_SET_IT}, which takes more.",
     "torch_compile": f"a forecast runs the model's own code: {_SET_IT}.",
 }
 
@@ -46,7 +46,7 @@ def step_of(
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "use_cache": bool(getattr(args, "use_cache", False)),
-        "fused_lm_head": _has_fused_head(args),
+        "fused_lm_head": _fused_head(args),
         "reference": _reference(args, classes, adapter is not None),
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
@@ -66,7 +66,7 @@ def evaluation_rows(args: object) -> int:
     examples = getattr(args, "per_device_eval_batch_size", 0)
     if getattr(strategy, "value", strategy) not in ("steps", "epoch") or not isinstance(examples, int):
         return 0
-    return 0 if "GRPOConfig" in _classes(args) else examples * rows_of_example(args)
+    return 0 if _classes(args).intersection(_OF_SAMPLES) else examples * rows_of_example(args)
 
 
 def is_padding_free(args: Any) -> bool:
@@ -78,16 +78,18 @@ def is_padding_free(args: Any) -> bool:
 
 
 def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:
-    """Return how GRPO makes its samples, in the fields of a workload; nothing for other arguments."""
-    if "GRPOConfig" not in _classes(args):
+    """Return how GRPO and RLOO make their samples, in the fields of a workload; nothing for other arguments."""
+    classes = _classes(args)
+    if not classes.intersection(_OF_SAMPLES):
         return {}
     by_vllm = args.use_vllm is True
     corrected = by_vllm and bool(getattr(args, "vllm_importance_sampling_correction", False))
     every = args.steps_per_generation * args.num_iterations
+    again = "RLOOConfig" in classes or corrected or args.gradient_accumulation_steps % every != 0
     return {
-        "completion_length": min(args.max_completion_length, sequence_length - 1),
+        "completion_length": min(args.max_completion_length or sequence_length, sequence_length - 1),
         "steps_per_generation": 0 if by_vllm else args.steps_per_generation,
-        "old_log_probs": corrected or args.gradient_accumulation_steps % every != 0,
+        "old_log_probs": again,
     }
 
 
@@ -99,7 +101,9 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
         problems.append(f"{name} is of a trainer whose step is not known: describe the step with Workload.train.")
     if length is None:
         problems.append(f"{name} says no length of rows: pass sequence_length=.")
-    elif "GRPOConfig" in classes and isinstance(length, int) and length <= args.max_completion_length:
+    elif classes.intersection(_OF_SAMPLES) and args.max_completion_length is None:
+        problems.append(f"{name} has max_completion_length=None: set it on a copy of the arguments, such as 512.")
+    elif classes.intersection(_OF_SAMPLES) and isinstance(length, int) and length <= args.max_completion_length:
         more = args.max_completion_length + 512
         problems.append(
             f"sequence_length={length} leaves no prompt beside max_completion_length={args.max_completion_length}: "
@@ -111,18 +115,20 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
 def _reference(args: Any, classes: set[str], adapted: bool) -> str | None:
     """Return the reference that trl runs, which with an adapter is the base without it."""
     before = getattr(args, "precompute_ref_log_probs", False)
-    if not classes.intersection(_WITH_REFERENCE) or before or ("GRPOConfig" in classes and args.beta == 0.0):
+    if not classes.intersection(_WITH_REFERENCE) or before or (classes.intersection(_OF_SAMPLES) and args.beta == 0.0):
         return None
     return "adapter_off" if adapted else "model"
 
 
-def _has_fused_head(args: object) -> bool:
-    """Whether the trainer that takes these arguments gives the model trl's fused head."""
+def _fused_head(args: Any) -> bool | str:
+    """Return whose head computes the loss without logits: trl's in its trainers, Liger's in the plain one, or none."""
     of_trl = _trl_class(args)
-    if of_trl is None:
-        return False
-    trainer = importlib.import_module(of_trl.__module__.removesuffix("_config") + "_trainer")
-    return hasattr(trainer, "add_fused_lm_head")
+    if of_trl is not None:
+        trainer = importlib.import_module(of_trl.__module__.removesuffix("_config") + "_trainer")
+        return hasattr(trainer, "add_fused_lm_head")
+    options = getattr(args, "liger_kernel_config", None) or {}
+    fused = getattr(args, "use_liger_kernel", False) is True and options.get("fused_linear_cross_entropy", True)
+    return "liger" if fused and args.label_smoothing_factor == 0 else False  # smoothing is of logits
 
 
 def _trl_class(args: object) -> type | None:

@@ -166,8 +166,8 @@ class Workload:
                 32 bits for embeddings, as the Trainer's), ``"paged_adamw_8bit"``, ``"paged_adamw_32bit"``, ``"lion"``
                 (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
                 ``"adafactor"``, ``"none"``; others by the Trainer's names, such as ``"lion_8bit"``,
-                ``"paged_lion_32bit"``, ``"ademamix"`` and ``"rmsprop_bnb"``; or a class such as ``torch.optim.AdamW``,
-                made with its default options. Of a paged optimizer only what is in no page is counted.
+                ``"paged_lion_32bit"``, ``"ademamix"`` and ``"schedule_free_adamw"``; or a class such as
+                ``torch.optim.AdamW``, made with its default options. Of a paged optimizer only what is in no page is counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``, and copy what it
                 returns to float32, as accelerate and the Trainer's ``bf16=True`` do.
@@ -180,7 +180,7 @@ class Workload:
                 ``model.config.use_cache`` is False or the model checkpoints.
             fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
                 GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run. ``"liger"`` is
-                Liger's fused linear cross entropy, by the chunks of its source.
+                Liger's fused linear cross entropy, by the chunks of its source, where Liger has one for the model.
             reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
                 copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
                 with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
@@ -294,12 +294,12 @@ class Workload:
         preferences is two rows. How a job is spread (``fsdp=``, ``deepspeed=``) is for the ``spread=`` of a forecast.
 
         Args:
-            args: ``TrainingArguments``, or trl's ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``RewardConfig`` or
-                ``GRPOConfig``.
-            sequence_length: Tokens of the longest row; by default the ``max_length`` of trl's configs. Of GRPO those of
-                prompt and completion, which its config does not say.
-            adapter: As for `train`. With one the reference of DPO, KTO and GRPO is the base without it, and else a copy
-                of the model: ``.replace(reference="adapter_off")`` for a model that has its adapter already.
+            args: ``TrainingArguments``, or trl's ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``RewardConfig``,
+                ``GRPOConfig`` or ``RLOOConfig``.
+            sequence_length: Tokens of the longest row; by default the ``max_length`` of trl's configs. Of GRPO and RLOO
+                those of prompt and completion, which their configs do not say.
+            adapter: As for `train`. With one the reference of DPO, KTO, GRPO and RLOO is the base without it, and else
+                a copy of the model: ``.replace(reference="adapter_off")`` for a model that has its adapter already.
 
         Raises:
             ArgumentError: An argument that no workload expresses, such as ``torch_compile=True``; an optimizer that is

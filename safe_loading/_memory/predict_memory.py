@@ -37,7 +37,8 @@ from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.evaluation import NOTE as EVALUATION_NOTE
 from .trace.fused_lm_head import LABELS_NOTE
-from .trace.liger_lm_head import NOTE as LIGER_NOTE
+from .trace.inputs import engine_base
+from .trace.liger_lm_head import about_head
 from .trace.over_ranks import RankOfJob, ranks_alike, refuse_reference_over_ranks
 from .trace.pass_between import with_pass
 from .trace.read_adapter import as_passed
@@ -315,7 +316,8 @@ def _notes(
     inputs: Mapping[str, torch.Tensor] | None,
 ) -> tuple[str, ...]:
     unlabelled = made.workload.fused_lm_head is True and "labels" not in (inputs or {})
-    said = {LIGER_NOTE: made.workload.fused_lm_head == "liger", EVALUATION_NOTE: bool(made.workload.eval_batch_size)}
+    said = {EVALUATION_NOTE: bool(made.workload.eval_batch_size)}
+    said[about_head(engine_base(made.model))] = made.workload.fused_lm_head == "liger"
     said[LABELS_NOTE] = unlabelled and not made.workload.completion_length
     assumed = (*made.notes, *trace.assumptions, *idle_parts(made.model, trace, own_inputs=inputs is not None))
     return (*_spread_notes(spread), *_scan_notes(scans), *(note for note, holds in said.items() if holds), *assumed)

@@ -62,6 +62,21 @@ def test_the_arguments_of_a_trainer(tmp_path: Path) -> None:
     assert Workload.from_training_args(cached, 64) == Workload.train(8, 64, use_cache=True)
 
 
+def test_ligers_head_is_that_of_a_plain_trainer_that_asks_for_it(tmp_path: Path) -> None:
+    def head(**said: Any) -> object:
+        return Workload.from_training_args(plain(tmp_path, use_liger_kernel=True, **said), 64).fused_lm_head
+
+    assert head() == "liger"
+    assert not head(liger_kernel_config={"fused_linear_cross_entropy": False})
+    assert not head(label_smoothing_factor=0.1)  # of logits
+
+
+def test_trls_trainers_have_their_own_head_beside_ligers_kernels(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "use_liger_kernel": True}
+    assert Workload.from_training_args(trl.SFTConfig(**given)).fused_lm_head is True
+    assert not Workload.from_training_args(trl.RewardConfig(**given)).fused_lm_head
+
+
 class OfAScript(TrainingArguments):
     """Arguments as scripts make them, with fields of their own."""
 
@@ -98,20 +113,20 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     sampled = {**usual, "gradient_accumulation_steps": 2}
     grpo = {**given, "max_completion_length": 192, "gradient_accumulation_steps": 2}
     assert read(trl.GRPOConfig(**grpo), 256, LORA) == Workload.grpo(8, 64, 192, adapter=LORA, **sampled)
+    rloo = trl.RLOOConfig(**grpo, eval_strategy="epoch")  # always with the samples' own probabilities
+    assert read(rloo, 256) == Workload.grpo(8, 64, 192, **sampled, reference="model", old_log_probs=True)
     again = trl.GRPOConfig(**grpo, beta=0.04, num_iterations=2, eval_strategy="epoch")
     assert read(again, 256) == Workload.grpo(8, 64, 192, **sampled, reference="model", old_log_probs=True)
 
 
 def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
-    args = trl.SFTConfig(
-        **given, activation_offloading=True, use_liger_kernel=True, torch_compile=True, max_length=None
-    )
+    args = trl.SFTConfig(**given, activation_offloading=True, torch_compile=True, max_length=None)
     with pytest.raises(ArgumentError) as caught:
         Workload.from_training_args(args)
-    names = ["activation_offloading", "use_liger_kernel", "torch_compile"]
-    assert [problem.partition("=")[0] for problem in caught.value.problems[:3]] == names
-    assert caught.value.problems[3].startswith("SFTConfig says no length")
+    names = ["activation_offloading", "torch_compile"]
+    assert [problem.partition("=")[0] for problem in caught.value.problems[:2]] == names
+    assert caught.value.problems[2].startswith("SFTConfig says no length")
     simpler = copy.copy(args)
     for name in names:
         assert "set it to False on a copy of the arguments" in str(caught.value)
@@ -121,6 +136,13 @@ def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_pa
     with pytest.raises(ArgumentError, match=r"512: pass the tokens of both, such as 1024 for prompts of 512"):
         Workload.from_training_args(trl.GRPOConfig(**given), 512)
     assert Workload.from_training_args(trl.GRPOConfig(**given), 1024).completion_length == 512
+    endless = trl.RLOOConfig(**given, max_completion_length=None)
+    with pytest.raises(
+        ArgumentError, match=r"max_completion_length=None: set it on a copy of the arguments, such as 5"
+    ):
+        Workload.from_training_args(endless, 1024)
+    endless.max_completion_length = 512
+    assert Workload.from_training_args(endless, 1024).completion_length == 512
 
     other = type("GKDConfig", (trl.SFTConfig,), {"__module__": "trl.experimental.gkd.gkd_config"})
     with pytest.raises(ArgumentError, match=r"GKDConfig is of a trainer whose step is not known: describe the step"):

@@ -1,4 +1,4 @@
-"""A step of GRPO beside trl's own trainer, on the CPU's allocator: its samples, their scores and the loss."""
+"""A step of GRPO or RLOO beside trl's own trainer, on the CPU's allocator: its samples, their scores and the loss."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROMPT, COMPLETION, ROWS, STEPS = 16, 48, 4, 2
 WORDS = " ".join(f"w{number}" for number in range(4, 4 + PROMPT))
 
 
-def grpo_trainer(trl: Any, model: Any, folder: Path, **settings: Any) -> Any:  # noqa: F811  # the fixture
-    args = trl.GRPOConfig(
+def trainer_of(kind: str, trl: Any, model: Any, folder: Path, **settings: Any) -> Any:  # noqa: F811  # the fixture
+    args = getattr(trl, f"{kind}Config")(
         **options(folder),
         gradient_checkpointing=False,
         max_completion_length=COMPLETION,
@@ -38,17 +38,26 @@ def grpo_trainer(trl: Any, model: Any, folder: Path, **settings: Any) -> Any:  #
         return [float(number) for number in range(len(completions))]
 
     rows = table({"prompt": [WORDS] * 16})
-    return trl.GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer())
+    made_by = getattr(trl, f"{kind}Trainer")
+    return made_by(model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer())
 
 
 @pytest.mark.parametrize(
-    ("reference", "adapter", "old", "checkpointed"),
-    [(None, None, False, False), ("model", None, False, False), ("adapter_off", LORA, True, True)],
+    ("kind", "reference", "adapter", "old", "checkpointed"),
+    [
+        ("GRPO", None, None, False, False),
+        ("GRPO", "model", None, False, False),
+        ("GRPO", "adapter_off", LORA, True, True),
+        ("RLOO", None, None, True, False),
+        ("RLOO", "model", None, True, False),
+        ("RLOO", "adapter_off", LORA, True, True),
+    ],
 )
 def test_a_step_takes_what_the_allocator_gives(
     trl: Any,  # noqa: F811  # the fixture
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    kind: str,
     reference: Any,
     adapter: LoraConfig | None,
     old: bool,
@@ -67,10 +76,10 @@ def test_a_step_takes_what_the_allocator_gives(
     )
     trained = above_start(trace_step(made(), step), "forward", "backward")
     generated = above_start(trace_two_ends(step.rollout, lambda work: trace_step(made(), work)), "prefill", "decode")
-    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *_, **__: made())
+    monkeypatch.setattr(f"trl.trainer.{kind.lower()}_trainer.create_model_from_path", lambda *_, **__: made())
     running = made() if adapter is None else get_peft_model(made(), adapter)
     accumulated = {"gradient_accumulation_steps": 1 if old else STEPS, "beta": 0.1 if reference else 0.0}
-    trainer = grpo_trainer(trl, running, tmp_path, **accumulated)
+    trainer = trainer_of(kind, trl, running, tmp_path, **accumulated)
     trainer.current_gradient_accumulation_steps = accumulated["gradient_accumulation_steps"]
     if checkpointed:
         # a CPU's random state takes 5 KiB in each checkpoint
@@ -83,11 +92,16 @@ def test_a_step_takes_what_the_allocator_gives(
         trainer.compute_loss(trainer.model.train(), batch).backward()
 
     def generate() -> Any:
-        return trainer._generate_single_turn([[5] * PROMPT] * (ROWS * STEPS), None, {}, ROWS)
+        many = () if kind == "RLOO" else (ROWS,)
+        return trainer._generate_single_turn([[5] * PROMPT] * (ROWS * STEPS), None, {}, *many)
 
+    scores = 1 + (reference is not None)
+    summed = scores * 4 * ROWS * STEPS * COMPLETION if kind == "RLOO" else 0  # it keeps one number of a row
     with fused_lm_head.fused_stand_ins():
         assert peak_above_start(generate) == pytest.approx(generated, rel=0.005)
-        assert abs(peak_above_start(run) - max(trained, generated)) <= 64  # advantages and other scalars of a row
+        assert (
+            abs(peak_above_start(run) + summed - max(trained, generated)) <= 64
+        )  # advantages and other scalars of a row
     found = audit_model(running, Workload.train(ROWS, PROMPT + COMPLETION, checkpointed), trainer)
     assert found.findings == ()
     assert found.forecast is not None

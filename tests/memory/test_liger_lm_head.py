@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from safe_loading import ArgumentError, AuditReport, Workload, audit_model, predict_memory
-from safe_loading._memory.audit import trainer_head
-from safe_loading._memory.trace.liger_lm_head import chunk_of
+from safe_loading._memory.trace.liger_lm_head import TYPES, chunk_of
 from safe_loading._memory.trace.trace_step import trace_step
 
 ROWS, TOKENS = 4, 96
@@ -68,6 +67,17 @@ def test_a_forecast_says_which_of_ligers_kernels_it_counts() -> None:
     assert eval(repr(STEP), {"Workload": Workload}) == STEP
     with pytest.raises(ArgumentError, match="fused_lm_head='other': True or False"):
         STEP.replace(fused_lm_head="other")
+
+
+def test_a_model_that_liger_leaves_alone_is_forecast_with_its_own_loss() -> None:
+    granite = {name: size for name, size in WIDE.items() if name != "architectures"}
+    scoring = LlamaForSequenceClassification(LlamaConfig(**WIDE, pad_token_id=0))
+    for model in (GraniteConfig(**granite), scoring):
+        asked, own = (predict_memory(model, STEP.replace(fused_lm_head=head)) for head in ("liger", False))
+        assert asked.allocated_peak_bytes == own.allocated_peak_bytes
+        assert any("gives no fused cross entropy to a" in note for note in asked.notes)
+        assert not any("Liger" in note for note in own.notes)
+    assert "forward" not in vars(scoring)
 
 
 def audited(model: Any, folder: Path, *, config: dict[str, bool] | None = None, **own: Any) -> AuditReport:
@@ -119,6 +129,6 @@ def test_the_types_are_those_of_liger_itself() -> None:
     pytest.importorskip("triton", reason="liger-kernel needs triton")
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="liger-kernel is not installed")
     fused = "fused_linear_cross_entropy"
-    for name in set(trainer_head._LIGER_TYPES.split()) & patches.MODEL_TYPE_TO_APPLY_LIGER_FN.keys():
+    for name in set(TYPES.split()) & patches.MODEL_TYPE_TO_APPLY_LIGER_FN.keys():
         assert inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[name]).parameters[fused].default is True, name
     assert {"llama", "qwen3", "gemma2"} <= patches.MODEL_TYPE_TO_APPLY_LIGER_FN.keys()

@@ -10,19 +10,13 @@ from transformers import PreTrainedModel
 
 from safe_loading._core.training_args import is_padding_free, samples_of
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.liger_lm_head import is_patched
 from safe_loading._model.peft_layers import base_of
 
 _LEFT_OUT = "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted."
 _TAKEN = (
     "forecast: use_liger_kernel=True of the trainer: Liger's fused cross entropy is assumed, which its version 0.8 "
     "puts into a {}. Its other kernels, which take less, are not counted."
-)
-# the types whose causal language models Liger 0.8.2 gives its fused cross entropy by default, of its
-# MODEL_TYPE_TO_APPLY_LIGER_FN (src/liger_kernel/transformers/monkey_patch.py); granite keeps its logits
-_LIGER_TYPES = (
-    "deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm4 gpt_oss hunyuan_v1_dense hunyuan_v1_moe "
-    "llama llama4_text ministral mistral mixtral mllama_text_model nemotron olmo2 olmo3 phi3 qwen2 qwen3 "
-    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3"
 )
 
 
@@ -70,11 +64,8 @@ def _is_fused(trainer: Any) -> bool:
 def _is_of_liger(trainer: Any, model: Any) -> bool:
     """Whether the trainer lets Liger patch the model so that its own forward makes no logits."""
     asked = getattr(getattr(trainer, "args", None), "liger_kernel_config", None) or {}
-    base: Any = base_of(model)
-    causal = (
-        type(base).__name__.endswith("ForCausalLM") and getattr(base.config, "model_type", "") in _LIGER_TYPES.split()
-    )
-    return _asks_for_liger(trainer) and causal and asked.get("fused_linear_cross_entropy", True) is True
+    fused = asked.get("fused_linear_cross_entropy", True) is True
+    return _asks_for_liger(trainer) and fused and is_patched(base_of(model))
 
 
 def _asks_for_liger(trainer: Any) -> bool:

@@ -6,6 +6,7 @@ in the forward pass, from the logits of one chunk of tokens after the other.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,20 @@ from transformers.modeling_outputs import CausalLMOutput
 from safe_loading.errors import TraceError
 
 _IGNORED = -100
-NOTE = (
+_NOTE = (
     "Liger's fused cross entropy is counted; its kernels for norms, rotary positions and SwiGLU, which keep less for "
     "the backward pass, are not."
+)
+_NO_HEAD = (
+    "Liger's version 0.8 gives no fused cross entropy to a {}, whose own loss is counted. Its kernels for other parts, "
+    "which take less, are not."
+)
+# the types whose causal language models Liger 0.8.2 gives its fused cross entropy by default, of its
+# MODEL_TYPE_TO_APPLY_LIGER_FN (src/liger_kernel/transformers/monkey_patch.py); granite keeps its logits
+TYPES = (
+    "deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm4 gpt_oss hunyuan_v1_dense hunyuan_v1_moe "
+    "llama llama4_text ministral mistral mixtral mllama_text_model nemotron olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3"
 )
 _NOT_GATHERED = (
     "Liger's loss reads the weight of the head, and the units that accelerate makes around a PEFT model gather it in "
@@ -30,8 +42,26 @@ _NOT_GATHERED = (
 )
 
 
-def liger_forward(base: Any) -> Callable[..., CausalLMOutput]:
-    """Return a forward of a causal language model that computes its loss as Liger does, and no logits."""
+def is_patched(base: Any) -> bool:
+    """Whether Liger gives a model a forward that makes no logits."""
+    model_type = getattr(getattr(base, "config", None), "model_type", "")
+    return type(base).__name__.endswith("ForCausalLM") and model_type in TYPES.split()
+
+
+def about_head(base: Any) -> str:
+    """Return the sentence of a forecast about the head that Liger gives a model."""
+    return _NOTE if is_patched(base) else _NO_HEAD.format(type(base).__name__)
+
+
+def liger_forward(base: Any) -> Callable[..., Any]:
+    """Return a forward that computes the loss as Liger does, and no logits; the model's own where Liger leaves it."""
+    own = base.forward
+
+    def unpatched(self: Any, *args: Any, fused_lm_head: bool = True, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    if not is_patched(base):
+        return types.MethodType(functools.wraps(own)(unpatched), base)
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = True, labels: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("num_items_in_batch", None)

@@ -7,7 +7,7 @@ import copy
 import importlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,6 +33,11 @@ _IMPORTANCE_LEFT_OUT = (
     "What AdaLoRA's update_and_allocate keeps, three numbers for each parameter, is not counted: peft cannot run it to "
     "the end where parameters or their gradients are sharded. With Spread.ddp it can."
 )
+
+_NOT_MADE = (
+    "It is made with nothing but the parameters that are trained: pass a subclass whose __init__ gives it the rest."
+)
+_NOT_RUN = "Forecast one of another kind with the same state, or optimizer='none' and add its state yourself."
 
 
 def run_training(
@@ -169,12 +174,7 @@ def _make_optimizer(
     if not parameters or (rule is not None and rule.source is None):
         _allocate_state(rule, parameters, embeddings, ledger)
         return None, slice(0)
-    if rule is None:
-        optimizer_class, options = workload.optimizer, {}
-    else:
-        module, _, name = (rule.source or "").partition(":")
-        optimizer_class, options = getattr(importlib.import_module(module), name), dict(rule.options)
-    optimizer: torch.optim.Optimizer = optimizer_class(parameters, **options)  # type: ignore[operator]  # a class
+    optimizer = _made(workload, parameters)
     # Whether a CUDA graph is being captured is asked of the current GPU, which makes a context on it (torch 2.13).
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         setattr(optimizer, name, lambda: None)
@@ -182,13 +182,51 @@ def _make_optimizer(
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     begun = len(ledger.events)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TraceError(
+            f"A step of {type(optimizer).__name__} cannot be traced: {_first_line(error)} {_NOT_RUN}"
+        ) from error
     first_update = slice(begun, len(ledger.events))
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for tensor in tensors_of(state):
             ledger.classify(tensor, "optimizer")
     return optimizer, first_update
+
+
+def _made(workload: Workload, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of a workload over these parameters, ready for a step of training."""
+    kind, rule = _class_of(workload), workload.rule
+    options: dict[str, Any] = {} if rule is None else dict(rule.options)
+    try:
+        optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"optimizer={kind.__name__} cannot be made: {_first_line(error)} {_NOT_MADE}") from error
+    if hasattr(optimizer, "train"):  # those of schedulefree, which the Trainer switches
+        optimizer.train()
+    return optimizer
+
+
+def _class_of(workload: Workload) -> type[torch.optim.Optimizer]:
+    """Return the class of a workload's optimizer, of which no rule alone is counted."""
+    if workload.rule is None:
+        return cast("type[torch.optim.Optimizer]", workload.optimizer)
+    module, _, name = (workload.rule.source or "").partition(":")
+    try:
+        found: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise TraceError(
+            f"optimizer={workload.optimizer!r} is run by its own code, of {module}, which is not installed: pip "
+            f"install {module}."
+        ) from error
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text if text.endswith(".") else f"{text}."
 
 
 def _drop_unused_state(optimizer: torch.optim.Optimizer, unused: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:
