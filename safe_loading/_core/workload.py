@@ -167,7 +167,8 @@ class Workload:
                 (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
                 ``"adafactor"``, ``"none"``; others by the Trainer's names, such as ``"lion_8bit"``,
                 ``"paged_lion_32bit"``, ``"ademamix"`` and ``"schedule_free_adamw"``; or a class such as
-                ``torch.optim.AdamW``, made with its default options. Of a paged optimizer only what is in no page is counted.
+                ``torch.optim.AdamW``, made with its default options. Of a paged optimizer only what is in no page is
+                counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``, and copy what it
                 returns to float32, as accelerate and the Trainer's ``bf16=True`` do.

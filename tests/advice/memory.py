@@ -213,7 +213,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/trace/run_training.py": {
         "pass a subclass": "memory/test_optimizers_of_a_step.py::"
         "test_an_optimizer_that_needs_more_is_refused_and_its_subclass_is_run",
-        "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused"
+        "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused",
     },
     "_memory/trace/trace_error.py": {
         "Make each tensor where those are": f"{_OWN}test_a_tensor_made_on_the_host",
