@@ -28,6 +28,8 @@ MADE_BY_TESTS = {
         "SL116": "memory/test_audit_model.py::test_a_context_elsewhere",
         "SL117": "memory/test_audit_model.py::test_one_unit_of_fsdp",
         "SL124": "memory/test_audit_model.py::test_what_layers_in_8_bits_keep_under_checkpointing",
+        "SL148": "loading/test_load_onto_sharded_base.py::"
+        "test_what_was_attached_after_any_fsdp_is_told_unless_a_hook_may_reduce_it",
     },
     "checkpoints.md": {
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
@@ -52,6 +54,8 @@ MADE_BY_TESTS = {
         "unreadable": "loading/test_check_checkpoint.py::test_a_folder_that_cannot_be_listed_is_a_finding",
     },
     "loading.md": {
+        "adapter-not-sharded": "loading/test_load_onto_sharded_base.py::"
+        "test_an_adapter_on_a_base_that_fsdp_has_sharded_is_trained_alone_and_told",
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "no-tensors": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",

@@ -53,7 +53,7 @@ from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .load_base import load_base, loading_findings, name_base, refuse_missing_weights, untied_findings
 from .report import LoadedPart
 from .sources import other_base_findings
-from .split_base import said_of_split_base
+from .split_base import alone_findings, said_of_split_base
 from .vocabulary import resize_to_adapters
 
 
@@ -203,7 +203,8 @@ def load(
         set_adapter(loaded.model, options.active, trainable=options.is_trainable)
     if not options.is_trainable:
         loaded.model.eval()
-    return loaded._replace(findings=[*loaded.findings, *reordering_findings(loaded.model)])
+    after = [*reordering_findings(loaded.model), *alone_findings(loaded.model)]
+    return loaded._replace(findings=[*loaded.findings, *after])
 
 
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
@@ -347,7 +348,8 @@ def _base_part(
     # Tensors that share a storage count once.
     tensors = {tensor.untyped_storage()._cdata: tensor for tensor in (*base.parameters(), *base.buffers())}.values()
     dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
-    size = sum(tensor.nbytes for tensor in tensors)
+    # a DTensor says the bytes of all ranks
+    size = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
     return LoadedPart("base", source, commit, str(devices), dtypes, len(tensors), size, seconds)
 
 

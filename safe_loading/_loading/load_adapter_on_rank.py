@@ -35,7 +35,7 @@ from .inject import check_adapter_name, prepare, to_add_one
 from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
 from .sources import LoadRequest
-from .split_base import said_of_split_base
+from .split_base import alone_findings, said_of_split_base
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,7 +135,7 @@ def load_adapter_on_rank(
             else:
                 outcome = _attach(own, prepared, devices, undo, own_dtype, is_trainable=is_trainable, strict=strict)
             check_contexts(contexts_before, target, *devices.by_module.values())
-            findings = [*outcome.findings, *notes]
+            findings = [*outcome.findings, *notes, *(alone_findings(own) if is_trainable else ())]
             warn_of_errors(findings)
         # A swap overwrites values, and this rank could not undo that on the others: it waits until all ranks can.
         attached = commit_swap(own, outcome) if isinstance(outcome, StagedSwap) else outcome

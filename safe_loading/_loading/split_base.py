@@ -1,4 +1,4 @@
-"""Adapters that take weights of a base themselves, where DeepSpeed's ZeRO-3 has split these over ranks."""
+"""Adapters on a base that ranks hold together: split by DeepSpeed's ZeRO-3, or sharded by FSDP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from safe_loading._checkpoint.faults import note
+from safe_loading._core.names import first_names
+from safe_loading._core.report import Finding, counted
 from safe_loading._model.peft_layers import base_of
+from safe_loading._model.tensors import trained_alone
 from safe_loading._model.zero3 import split_weights
 from safe_loading.errors import AdapterError
 
@@ -28,3 +32,20 @@ def said_of_split_base(model: torch.nn.Module, adapter: Adapter) -> Iterator[Non
             f"gathers them; nothing was changed:",
             error.problems or [str(error)],
         ) from error
+
+
+def alone_findings(model: torch.nn.Module) -> list[Finding]:
+    """Return a finding for an adapter that is trained on a base which FSDP has sharded before."""
+    alone = trained_alone(model)
+    if not alone:
+        return []
+    found = counted(len(alone), "trained parameter is", "trained parameters are")
+    message = (
+        f"FSDP had sharded the base, and {found} outside of its units ({first_names(alone)}): nothing reduces their "
+        f"gradients, so each rank would train an adapter of its own, and rank 0's would be saved"
+    )
+    fix = (
+        "call wrap_fsdp_meta_safe(model), which shards what was attached since; or load first, and let FSDP shard then"
+    )
+    size = sum(parameter.nbytes for parameter in alone.values())
+    return [note("warning", "adapter-not-sharded", type(base_of(model)).__name__, message, fix, size)]

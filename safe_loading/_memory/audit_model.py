@@ -54,7 +54,7 @@ from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
 from .audit.trainer_evaluation import with_evaluation_of
 from .audit.trainer_head import about_liger, with_head_of, with_rows_of
-from .audit.unsharded import unsharded, without_fsdp1
+from .audit.unsharded import NO_STEP, is_tensor_parallel, unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
@@ -70,6 +70,7 @@ OF_RANKS: tuple[Check, ...] = (
     device_checks.check_contexts,
     device_checks.check_data_parallel,
     device_checks.check_sharding,
+    device_checks.check_outside_units,
 )
 # The other checks that need no step.
 CHECKS: tuple[Check, ...] = (
@@ -243,6 +244,8 @@ def _check_steps(
     skipped: list[str] = []
     peaks, teachers = None, set[str]()
     # the kernels of quantized layers do not run on fake tensors, and neither do collectives
+    if workload is not None and is_tensor_parallel(audited.model):
+        skipped, workload = [NO_STEP], None
     with with_stand_ins(audited.model), unsharded(audited.model):
         if workload is not None:
             try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -125,6 +126,41 @@ def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[s
         # Reversed, because what is pushed last is visited first.
         if children:
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+
+
+def trained_alone(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters outside of FSDP's units, where these have others over several ranks.
+
+    FSDP makes its units once: what is attached later, such as an adapter, is trained by each rank alone, without an
+    error. A parameter with a hook on its gradient is left out, since the hook may reduce it.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for models that it has not touched
+    units: list[Any] = [] if fsdp is None else [m for _, m in walk_modules(model) if _is_unit(m, fsdp)]
+    if not units:
+        return {}
+    parameters = dict(model.named_parameters())
+    flat = [unit._flat_param for unit in units if getattr(unit, "_flat_param", None) is not None]
+    several = [unit for unit in units if hasattr(unit, "process_group") and unit.process_group.size() > 1]
+    if not several and not any(_is_split(parameter) for parameter in parameters.values()):
+        return {}
+    own = {id(parameter) for each in flat for parameter in (each, *(each._params or ()))}
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+        and id(parameter) not in own
+        and not hasattr(parameter, "device_mesh")
+        and not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    }
+
+
+def _is_unit(module: nn.Module, fsdp: Any) -> bool:
+    return isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
+def _is_split(tensor: Any) -> bool:
+    """Whether a tensor is one of DTensor's that several ranks hold together."""
+    return hasattr(tensor, "device_mesh") and tensor.device_mesh.size() > 1
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -25,6 +25,7 @@ _AUDIT = PAGE.format("audit")  # makes nearly each code on purpose, and ends it
 _OVER_RANKS = "memory/test_reference_over_ranks.py::test_what_was_not_held_against_ranks_is_refused"
 TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/device_checks.py": {
+        "attach before FSDP shards": "memory/test_audit_model.py::test_one_unit_of_fsdp",
         "add the missing modules": _AUDIT,
         "start a process for each GPU": _AUDIT,
         "call torch.cuda.set_device": "loading/test_contexts_on_cuda.py::test_a_rank_that_trains_has_one_context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from safe_loading._core.engines import is_integrated
+from safe_loading._core.interrupts import undone
 from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, inside_engines
 
 
@@ -127,7 +129,7 @@ class AuditedModel:
                 continue
             # matched by storage, because the keys that peft writes are not the model's names
             try:
-                with torch.no_grad():
+                with torch.no_grad(), _not_gathered(model):
                     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
             except Exception as error:  # whatever peft raises, it raises when the adapter is saved
                 self.unsavable[adapter] = f"{type(error).__name__}: {error}"
@@ -193,6 +195,20 @@ class AuditedModel:
             trainable = [p for p in other.parameters() if p.requires_grad]
             if where.startswith("trainer.") and trainable and not any(id(p) in known for p in trainable):
                 yield where, trainable
+
+
+@contextlib.contextmanager
+def _not_gathered(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, peft gathers no values for a file, as it does of a model that transformers split: no other rank may."""
+    before = {name: value for name, value in vars(model).items() if name == "_tp_size"}
+
+    def put_back() -> None:
+        vars(model).pop("_tp_size", None)
+        vars(model).update(before)
+
+    with undone(put_back):
+        vars(model)["_tp_size"] = None
+        yield
 
 
 def _groups_of(held: object) -> list[dict[str, Any]]:

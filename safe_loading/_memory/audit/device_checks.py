@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from safe_loading._core.names import nearest
+from safe_loading._core.names import first_names, nearest
 from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._model.tensors import trained_alone
 from safe_loading._ranks.device_guard import contexts
 
 from .audited_model import AuditedModel, size_of
@@ -100,6 +101,18 @@ def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
         )
         fix = "shard each layer (fully_shard, or wrap_fsdp_meta_safe), then the root."
         yield Finding("SL117", "error", name or type(audited.model).__name__, message, fix, largest)
+
+
+def check_outside_units(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for parameters that were attached after FSDP sharded the model, and are trained."""
+    alone = trained_alone(audited.model) if audited.training else {}
+    if alone:
+        found = counted(len(alone), "trained parameter is", "trained parameters are")
+        message = f"{found} outside of FSDP's units: nothing reduces their gradients, and each rank trains its own."
+        fix = "attach before FSDP shards."
+        if any(isinstance(module, FSDPModule) for module in audited.model.modules()):  # FSDP1 takes nothing later
+            fix = "attach before FSDP shards, or call wrap_fsdp_meta_safe(model), which shards what was attached since."
+        yield Finding("SL148", "error", first_names(alone), message, fix, size_of(alone.values()))
 
 
 def fsdp_units(model: torch.nn.Module) -> dict[str, int]:

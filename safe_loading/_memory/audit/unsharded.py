@@ -13,6 +13,18 @@ from torch.distributed.tensor import DTensor
 from safe_loading._core.interrupts import undone
 from safe_loading._model.snapshot import Snapshot
 
+NO_STEP = (
+    "step: tensor parallelism has split the layers, which exchange tensors of all ranks. Audit the model before it is "
+    "split, such as meta_model(folder) with the adapter."
+)
+
+
+def is_tensor_parallel(model: torch.nn.Module) -> bool:
+    """Whether layers of a model compute on parts of their weights, which FSDP would have gathered."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return any("tp" in (mesh.mesh_dim_names or ()) or not sharded for mesh in meshes)
+
 
 @contextlib.contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
