@@ -11,7 +11,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.peft_layers import base_of
-from safe_loading._model.tensors import trained_alone
+from safe_loading._model.tensors import is_dtensor, trained_alone
 from safe_loading._model.zero3 import split_weights
 from safe_loading.errors import AdapterError
 
@@ -23,14 +23,20 @@ def said_of_split_base(model: torch.nn.Module, adapter: Adapter) -> Iterator[Non
     """Say of an adapter that cannot be attached in the block whether that is because its base is split."""
     try:
         yield
-    except AdapterError as error:
-        if split_weights(model) is None:
+    except (AdapterError, RuntimeError) as error:  # torch's own, of operations between a DTensor and another tensor
+        by_zero, sharded = split_weights(model) is not None, any(is_dtensor(p) for p in model.parameters())
+        if not (by_zero or sharded):
             raise
+        split = (
+            "DeepSpeed's ZeRO-3 has split its weights. Load it with PeftModel.from_pretrained, which gathers them"
+            if by_zero
+            else "its weights are DTensors, of FSDP2 or tensor parallelism. Load it onto the whole base, and let "
+            "wrap_fsdp_meta_safe(model) shard both"
+        )
         raise AdapterError(
             f"{adapter.facts.source!r} (as {adapter.name!r}) takes more of {type(base_of(model)).__name__} than plain "
-            f"LoRA does, and DeepSpeed's ZeRO-3 has split its weights. Load it with PeftModel.from_pretrained, which "
-            f"gathers them; nothing was changed:",
-            error.problems or [str(error)],
+            f"LoRA does, and {split}; nothing was changed:",
+            getattr(error, "problems", None) or [str(error)],
         ) from error
 
 

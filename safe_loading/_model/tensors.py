@@ -149,9 +149,14 @@ def trained_alone(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in parameters.items()
         if parameter.requires_grad
         and id(parameter) not in own
-        and not hasattr(parameter, "device_mesh")
+        and not is_dtensor(parameter)
         and not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
     }
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of torch; without an import of torch.distributed.tensor."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def _is_unit(module: nn.Module, fsdp: Any) -> bool:
@@ -160,7 +165,7 @@ def _is_unit(module: nn.Module, fsdp: Any) -> bool:
 
 def _is_split(tensor: Any) -> bool:
     """Whether a tensor is one of DTensor's that several ranks hold together."""
-    return hasattr(tensor, "device_mesh") and tensor.device_mesh.size() > 1
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, int]:

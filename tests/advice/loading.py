@@ -45,10 +45,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "to_the_next_adapter",
     },
     "_loading/split_base.py": {
+        "Load it onto the whole base": "loading/test_load_onto_sharded_base.py::"
+        "test_an_adapter_that_reads_the_weights_is_refused_and_loads_before_they_are_sharded",
         "call wrap_fsdp_meta_safe(model)": "loading/test_load_onto_sharded_base.py::"
         "test_the_advice_shards_it_and_its_gradients_are_those_of_all_rows",
         "Load it with PeftModel.from_pretrained": "model/test_zero3.py::"
-        "test_an_adapter_that_takes_weights_of_a_split_base_is_left_to_peft"
+        "test_an_adapter_that_takes_weights_of_a_split_base_is_left_to_peft",
     },
     "_loading/check_as_load.py": {
         "save it again with `save_pretrained`": _SOUND,

@@ -19,9 +19,10 @@ SCRIPT = """
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
-    from safe_loading import Workload, audit_model, load_adapter_on_rank, load_peft_on_rank, wrap_fsdp_meta_safe
+    from safe_loading import AdapterError, Workload, audit_model, load_adapter_on_rank, load_peft_on_rank
+    from safe_loading import wrap_fsdp_meta_safe
 
-    base, adapter = sys.argv[1:]
+    base, adapter, dora = sys.argv[1:]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     tokens = torch.arange(1, 25).reshape(2, 12)
@@ -60,6 +61,15 @@ SCRIPT = """
     model.zero_grad()
     model = wrap_fsdp_meta_safe(model)
     report(**{"again": near(gradients(model, tokens + rank), mean), "audit again": said(audit_model(model))})
+
+    try:
+        load_peft_on_rank(base, dora, base_kwargs=sharded)
+    except AdapterError as error:
+        report(dora=str(error))
+    both = wrap_fsdp_meta_safe(load_peft_on_rank(base, dora))
+    with torch.no_grad():
+        outputs = [model(input_ids=tokens).logits for model in (both, load_peft_on_rank(base, dora))]
+    report(**{"dora sharded": torch.equal(*outputs)})
 
     model = loaded(trained=False, **sharded)
     report(**{"frozen": said(model.load_report)})
@@ -102,8 +112,9 @@ OUTSIDE, TOLD = "SL148", "adapter-not-sharded"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Any:
     folder: Path = tmp_path_factory.mktemp("sharded")
-    base, adapter = save_llama(folder / "base"), save_adapter(folder / "adapter", folder / "base")
-    return rank_server.run(SCRIPT, 2, args=[base, adapter], timeout=240).found
+    base = save_llama(folder / "base")
+    adapters = [save_adapter(folder / "lora", base), save_adapter(folder / "dora", base, use_dora=True)]
+    return rank_server.run(SCRIPT, 2, args=[base, *adapters], timeout=240).found
 
 
 def codes(findings: list[list[str]]) -> list[str]:
@@ -124,6 +135,13 @@ def test_the_advice_shards_it_and_its_gradients_are_those_of_all_rows(found: Any
     for rank in found:
         assert rank["again"]
         assert rank["audit again"] == []
+
+
+def test_an_adapter_that_reads_the_weights_is_refused_and_loads_before_they_are_sharded(found: Any) -> None:
+    for rank in found:
+        assert "its weights are DTensors" in rank["dora"]
+        assert "Load it onto the whole base, and let wrap_fsdp_meta_safe(model) shard both" in rank["dora"]
+        assert rank["dora sharded"]
 
 
 def test_a_report_says_the_bytes_of_the_rank(found: Any) -> None:
