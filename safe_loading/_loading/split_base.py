@@ -27,15 +27,17 @@ def said_of_split_base(model: torch.nn.Module, adapter: Adapter) -> Iterator[Non
         by_zero, sharded = split_weights(model) is not None, any(is_dtensor(p) for p in model.parameters())
         if not (by_zero or sharded):
             raise
-        split = (
-            "DeepSpeed's ZeRO-3 has split its weights. Load it with PeftModel.from_pretrained, which gathers them"
+        named = f"{adapter.facts.source!r} (as {adapter.name!r})"
+        kind = type(base_of(model)).__name__
+        said = (
+            f"{named} takes more of {kind} than plain LoRA does, and DeepSpeed's ZeRO-3 has split its weights. Load it "
+            f"with PeftModel.from_pretrained, which gathers them"
             if by_zero
-            else "its weights are DTensors, of FSDP2 or tensor parallelism. Load it onto the whole base, and let "
-            "wrap_fsdp_meta_safe(model) shard both"
+            else f"{named} cannot be attached to {kind} as ranks hold it: its weights are DTensors, of FSDP2 or tensor "
+            f"parallelism. Load it onto the whole base, and let wrap_fsdp_meta_safe(model) shard both"
         )
         raise AdapterError(
-            f"{adapter.facts.source!r} (as {adapter.name!r}) takes more of {type(base_of(model)).__name__} than plain "
-            f"LoRA does, and {split}; nothing was changed:",
+            f"{said}; nothing was changed:",
             getattr(error, "problems", None) or [str(error)],
         ) from error
 
