@@ -54,6 +54,8 @@ MADE_BY_TESTS = {
         "unreadable": "loading/test_check_checkpoint.py::test_a_folder_that_cannot_be_listed_is_a_finding",
     },
     "loading.md": {
+        "expert-packing-unknown": "loading/test_expert_layouts.py::"
+        "test_the_order_in_which_unsloth_packed_experts_is_asked_for",
         "adapter-not-sharded": "loading/test_load_onto_sharded_base.py::"
         "test_an_adapter_on_a_base_that_fsdp_has_sharded_is_trained_alone_and_told",
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",

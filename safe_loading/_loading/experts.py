@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, errors_of
 
 from .fused_layouts import RIGHT_BASE, expert_layouts, module_targets, named_as_others, short_name
 from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
@@ -67,7 +67,7 @@ def fit_experts(
         return FittedAdapter(config, dict(tensors), [])
     parameters = _as_in_file(fused_parameters(base, parameter_of), tensors)
     config, tensors, findings = expert_layouts(config, tensors, base, parameters, facts)
-    if findings:
+    if errors_of(findings):
         return FittedAdapter(config, tensors, findings)
     fitting = _Fitting(config, tensors, base, parameters, facts)
     fitted = FittedAdapter(config, tensors, [], is_fused=bool(config.target_parameters))
@@ -75,6 +75,7 @@ def fit_experts(
         fitted = fitting.result()
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()
+    fitted = fitted._replace(findings=[*findings, *fitted.findings])
     return fitted._replace(config=named_as_others(fitted.config, base, parameters)) if fitted.is_fused else fitted
 
 

@@ -1,7 +1,8 @@
 """Adapters whose LoRAs are of fused experts already, in layouts other than that of this peft.
 
 Before 0.19, peft took the rows of a fused parameter for its columns. NeMo Automodel, until May 2026, saved one tensor
-for all experts of a layer, transposed. Both hold the same factors, in another order of their elements.
+for all experts of a layer, transposed. unsloth, until September 2026, had the columns of lora_B of one expert next to
+each other (unsloth-zoo#1269). All hold the same factors, in another order of their elements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
-from safe_loading._checkpoint.faults import fault
+from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding
@@ -27,6 +28,10 @@ from .fused_parameters import FusedParameter, fused_keys, in_layout_of_peft
 
 _ROWS_FIRST = Version("0.19")  # the first release with the layout of today
 _GROUPED = {"gate_up_proj": "lora_gate_and_up", "down_proj": "lora_down"}  # NeMo's names
+PACKING = "lora_B_layout"  # the field of adapter_config.json in which unsloth says it since then
+_BY_EXPERT, _BY_RANK = "grouped_by_expert", "rank_major"
+PACKINGS = (_BY_EXPERT, _BY_RANK)
+_BY_UNSLOTH = "unsloth_fixed"  # in the auto_mapping of each config that unsloth writes
 RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
 
 
@@ -53,12 +58,54 @@ def expert_layouts(
         result = _ungrouped(result, base, parameters, facts)
     elif config.target_parameters:
         named = [parameter for parameter in parameters if _is_named(parameter, config.target_parameters)]
+        result = _as_peft_packs(result, base, named, facts)
         for path, key in fused_keys(base, named).items():
             parameter = next(one for one in named if one.path == path)
             # What the model has transposed, older releases took as it is, too.
             if parameter.experts is not None and parameter.experts > 1 and not parameter.is_transposed:
                 _turn_older(result, parameter, key, facts)
     return result
+
+
+def _as_peft_packs(
+    adapter: _InLayout, base: torch.nn.Module, named: list[FusedParameter], facts: AdapterFolder
+) -> _InLayout:
+    """Return an adapter of unsloth with the columns of each lora_B as peft has them: the expert is the fastest index.
+
+    No shape tells the two orders apart. Where the config does not say it, peft's is taken, as peft itself does.
+    """
+    written, tensors = facts.config.get(PACKING), dict(adapter.tensors)
+    by_unsloth = bool((adapter.config.auto_mapping or {}).get(_BY_UNSLOTH))
+    experts = {one.path: one.experts or 1 for one in named}
+    found = {f"{key}.lora_B.weight": experts[path] for path, key in fused_keys(base, named).items()}
+    differing = {
+        key: count
+        for key, count in found.items()
+        if key in tensors and tensors[key].dim() == 2 and 1 < count < tensors[key].shape[1]
+    }
+    if not differing or written not in (*PACKINGS, None) or (written is None and not by_unsloth):
+        return adapter
+    if written is None:
+        message = (
+            f"{PACKING} is not in {ADAPTER_CONFIG}: unsloth, which trained this, had the columns of lora_B of fused "
+            f"experts in another order than peft until 17 September 2026 (unsloth-zoo#1269), and the shapes are the "
+            f"same. They are taken in peft's order"
+        )
+        fix = (
+            f'write "{PACKING}": "{_BY_EXPERT}" into {ADAPTER_CONFIG} if it was trained with a release before that, '
+            f'and "{_BY_RANK}" if with a later one'
+        )
+        size = sum(tensors[key].nbytes for key in differing)
+        where = f"{facts.weights}: {next(iter(differing))}"
+        finding = note("warning", "expert-packing-unknown", where, message, fix, size)
+        return adapter._replace(findings=[*adapter.findings, finding])
+    if written == _BY_EXPERT:
+        for key, count in differing.items():
+            b = tensors[key]
+            tensors[key] = b.reshape(b.shape[0], count, -1).transpose(1, 2).reshape(b.shape).contiguous()
+    config = deepcopy(adapter.config)  # saved again, it is peft's
+    config.auto_mapping = {name: value for name, value in (config.auto_mapping or {}).items() if name != _BY_UNSLOTH}
+    return _InLayout(config, tensors, adapter.findings)
 
 
 def _turn_older(adapter: _InLayout, parameter: FusedParameter, key: str, facts: AdapterFolder) -> None:

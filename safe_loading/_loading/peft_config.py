@@ -29,6 +29,8 @@ from safe_loading._core.report import Finding, Severity
 from safe_loading._core.thread_patches import patched
 from safe_loading.errors import AdapterError, SafeLoadingError
 
+from .fused_layouts import PACKING, PACKINGS
+
 _MAMBA_CHECK = "_check_lora_target_modules_mamba"
 _LEARNING_RATE = re.compile(r"_lr(?:_|$)")  # in the name of a field
 
@@ -46,6 +48,8 @@ def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfi
         )
     # peft takes a runtime_config out of any file itself, whatever the method (PeftConfigMixin.from_json_file).
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
+    if facts.config.get(PACKING) in PACKINGS:
+        known.add(PACKING)
     unknown = {name: value for name, value in facts.config.items() if name not in known}
     with quiet():  # peft warns of the unknown fields, which are findings here
         try:

@@ -62,6 +62,8 @@ TAKEN: dict[str, dict[str, str]] = {
         ", or save the adapter again": _MENDED,
     },
     "_loading/fused_layouts.py": {
+        'write "{}": "{}" into': "loading/test_expert_layouts.py::"
+        "test_the_order_in_which_unsloth_packed_experts_is_asked_for",
         "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",
         ", or correct r": f"{_LAYOUTS}test_a_grouped_rank_that_the_config_contradicts_is_refused",
         "write the peft_version": f"{_LAYOUTS}test_square_experts_without_a_version_are_refused",

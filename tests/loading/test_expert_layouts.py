@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": 2},
     "flex_olmo": {"num_experts": EXPERTS},
 }
-LAYOUTS = ("targets", "pattern", "fused", "fused by peft 0.17", "grouped")
+LAYOUTS = ("targets", "pattern", "fused", "fused by peft 0.17", "fused by unsloth", "grouped")
 CELLS = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 SAMPLE = random.Random(32).sample(CELLS, 8)
 Tensors = dict[str, torch.Tensor]
@@ -126,11 +126,13 @@ def with_fused(weights: Tensors, layout: str) -> tuple[Tensors, Tensors]:
             if layout == "grouped":
                 tensors |= {f"{key}.{name}_A": a.transpose(1, 2), f"{key}.{name}_B": b.transpose(1, 2)}
                 continue
-            if layout == "fused by peft 0.17":  # einsum("o r e, e r i -> e i o")
+            if "peft 0.17" in layout:  # einsum("o r e, e r i -> e i o")
                 a, b = b.transpose(1, 2), a.transpose(1, 2)
             key += ".base_layer" if leaves == (gate, up) else ""
             tensors[f"{key}.lora_A.weight"] = a.reshape(-1, a.shape[2])
-            tensors[f"{key}.lora_B.weight"] = b.permute(1, 2, 0).reshape(b.shape[1], -1)
+            # of one expert next to each other, or of all experts for each rank
+            order = (1, 0, 2) if "unsloth" in layout else (1, 2, 0)
+            tensors[f"{key}.lora_B.weight"] = b.permute(order).reshape(b.shape[1], -1)
     return {key: value.contiguous() for key, value in tensors.items()}, truth
 
 
@@ -160,7 +162,9 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
         grouped = layout == "grouped"
         config |= {"target_modules": [attention, "experts"] if grouped else [attention]}
         config |= {} if grouped else {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        config |= {"peft_version": "0.17.1"} if layout == "fused by peft 0.17" else {}
+        config |= {"peft_version": "0.17.1"} if "peft 0.17" in layout else {}
+        if "unsloth" in layout:
+            config |= {"auto_mapping": {"unsloth_fixed": True}, "lora_B_layout": "grouped_by_expert"}
     plain = save_adapter(folder / "plain", base, target_modules=[attention], r=RANK)
 
     def replace(old: faults.Tensors) -> None:
@@ -189,7 +193,7 @@ def ways(base: Path, adapter: Adapter, folder: Path) -> dict[str, str]:
     """How each way to use an adapter comes out: "right", "WRONG", or why it is refused."""
     found = {}
     true_base = folder / "truth"
-    true_base.mkdir()
+    true_base.mkdir(parents=True)
     save_file(adapter.truth, true_base / "model.safetensors", metadata={"format": "pt"})
     (true_base / "config.json").write_text((base / "config.json").read_text())
     wanted = logits(AutoModelForCausalLM.from_pretrained(true_base))
@@ -268,6 +272,46 @@ def test_square_experts_without_a_version_are_refused(tmp_path: Path) -> None:
     mended = faults.edited(nameless, tmp_path / "mended", config=lambda c: c.update(peft_version="0.17.1"))
     merge_lora_checkpoint(base, mended, tmp_path / "merged")
     assert off(weights_in(tmp_path / "merged"), adapter) < 1e-6
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_order_in_which_unsloth_packed_experts_is_asked_for(tmp_path: Path, older: bool) -> None:
+    base = save_base(tmp_path / "base", "qwen3_moe")
+    adapter = save_expert_adapter(tmp_path, base, "fused by unsloth" if older else "fused")
+
+    def unmarked(config: dict[str, Any]) -> None:
+        config.pop("lora_B_layout", None)
+        config["auto_mapping"] = {"unsloth_fixed": True}
+
+    silent = adapter._replace(folder=faults.edited(adapter.folder, tmp_path / "silent", config=unmarked))
+    report = merge_lora_checkpoint(base, silent.folder, tmp_path / "guessed")
+    (told,) = [finding for finding in report.findings if finding.code == "expert-packing-unknown"]
+    assert told.severity == "warning"
+    assert (off(weights_in(tmp_path / "guessed"), silent) < 1e-6) is not older  # as peft takes it
+    assert any(f.code == "expert-packing-unknown" for f in load_peft_on_rank(base, silent.folder).load_report.findings)
+    field = "grouped_by_expert" if older else "rank_major"
+    assert f'"{field}"' in told.fix
+    marked = faults.edited(silent.folder, tmp_path / "marked", config=lambda c: c.update(lora_B_layout=field))
+    found = ways(base, silent._replace(folder=marked), tmp_path / "marked ways")
+    assert set(found.values()) == {"right"}
+    model = load_peft_on_rank(base, marked)
+    assert model.load_report.findings == ()
+    model.save_pretrained(tmp_path / "again")  # in peft's order, and without unsloth's mark
+    again = load_peft_on_rank(base, tmp_path / "again")
+    assert again.load_report.findings == ()
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_experts_of_unsloth_over_an_older_peft_are_right(tmp_path: Path) -> None:
+    assert_right(tmp_path, "qwen3_moe", "fused by unsloth over peft 0.17")
+
+
+def test_a_packing_that_nobody_knows_is_an_unknown_field(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen3_moe")
+    adapter = save_expert_adapter(tmp_path, base, "fused by unsloth").folder
+    other = faults.edited(adapter, tmp_path / "other", config=lambda c: c.update(lora_B_layout="by_colour"))
+    with pytest.raises(AdapterError, match=r"field 'lora_B_layout' = 'by_colour' does not exist"):
+        load_peft_on_rank(base, other)
 
 
 def test_later_adapters_in_other_layouts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.overrides import TorchFunctionMode
 
 from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_values import Adapter, same_tensor
 from safe_loading._loading.fill_slots import fill_slots
 from safe_loading._loading.inject import Injection, inject_checked
@@ -43,8 +44,10 @@ _CPU = torch.device("cpu")
 
 def collect_edits(
     base: torch.nn.Module, adapters: Sequence[Adapter], weights: Mapping[str, float]
-) -> tuple[list[Edit], list[str]]:
+) -> tuple[list[Edit], list[str], list[Finding]]:
     """Attach the adapters to their base on meta; return an edit for each parameter they change, and all problems.
+
+    The findings are of adapters whose files do not say in which order they hold their elements.
 
     Raises AdapterError when an adapter does not fit the base.
     """
@@ -53,7 +56,7 @@ def collect_edits(
     _scale(model, weights)
     collector.collect_modules(model, adapters)
     edits = [collector.finish(record) for record in collector.records.values()]
-    return edits, collector.problems
+    return edits, collector.problems, collector.findings
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +108,7 @@ class _Collector:
                 self._parameters.setdefault((id(module), attribute), (name, tensor))
         self.records: dict[int, _ParameterRecord] = {}  # by the id of the parameter before peft came
         self.problems: list[str] = []
+        self.findings: list[Finding] = []
 
     def collect_base_weights(self, injection: Injection) -> None:
         """Collect the weights of the base that an adapter's file brings along (trained biases, saved embeddings)."""
@@ -339,6 +343,7 @@ def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter], collector: _
             # the factors are only read here, so one copy of an adapter in memory is enough
             fill_slots(injection.slots, injection.match.values, RankDevices(_CPU), None, copy=False)
         collector.collect_base_weights(injection)
+        collector.findings += [found for found in injection.match.findings if found.code == "expert-packing-unknown"]
         model = injection.model
     if not isinstance(model, PeftModel):
         raise ValueError("a merge has at least one adapter")

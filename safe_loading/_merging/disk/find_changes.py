@@ -54,13 +54,14 @@ def find_changes(
     output = build_output_model(base, adapters, model_class)
     elsewhere = None if judged is None else layout_of_judged(output, base, judged[0])
     ties_of_judged = () if judged is None or elsewhere is None else ties_by_config(output, judged[1])
-    edits, problems = collect_edits(output.model, adapters, sources.weights)
+    edits, problems, unsaid = collect_edits(output.model, adapters, sources.weights)
     changes = place_edits(
         edits, output.layout, base.checkpoint.tensors, keeps_tie_flag=decides_more_by_tie_flag(output.model, base)
     )
     changes.ties, changes.unknown = ties_on_disk(output), frozenset(output.layout.unknown)
     changes.elsewhere, changes.ties_of_judged = elsewhere, ties_of_judged
     adapt_config(changes, output, base)
+    changes.findings += unsaid
     problems += changes.problems
     if base.keeps_codes:
         problems += why_not_kept(base.quantized, changes)
