@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import CompressedTensorsConfig
 PACKED = ("W4A16", "NVFP4", "MXFP4A16")  # layers without a weight until the first forward pass
 WHOLE = ("FP8_DYNAMIC", "FP8", "W8A8")  # layers whose weight holds the codes
 TOKENS = torch.arange(24).view(2, 12) % 101
+Groups = str | dict[str, list[str]]  # a preset, or several with the layers that each is for
 _LARGEST = {("int", 4): 7.0, ("int", 8): 127.0, ("float", 4): 6.0, ("float", 8): 448.0}
 _GLOBAL = 100.0  # the scale over the scales of groups
 
@@ -69,8 +71,8 @@ def assert_same(ours: Any, plain: Any) -> None:
     assert torch.equal(logits(ours), logits(plain))
 
 
-def save_compressed(root: Path, preset: str) -> tuple[Path, Path]:
-    """Save a Llama that compressed-tensors has quantized by one of its presets, and an adapter of it."""
+def save_compressed(root: Path, preset: Groups) -> tuple[Path, Path]:
+    """Save a Llama that compressed-tensors has quantized by its presets, and an adapter of it."""
     plain = save_llama(root / "plain", torch.bfloat16, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     adapter = save_adapter(root / "adapter", plain)
     _compress(load(plain), preset, ["lm_head"], root / "base")
@@ -91,12 +93,18 @@ def save_nested(root: Path, preset: str) -> tuple[Path, Path]:
     return root / "base", root / "adapter"
 
 
-def save_mixture(root: Path, preset: str) -> tuple[Path, Path]:
+def save_mixture(root: Path, preset: Groups, *, also_ignored: Sequence[str] = (), depth: int = 1) -> tuple[Path, Path]:
     """Save a mixture whose experts are compressed one by one, as llm-compressor does, and an adapter of its attention.
 
     The mixture in 16 bits is in the folder ``plain``.
     """
-    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 101}
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": depth,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 101,
+    }
     config = Qwen3MoeConfig(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, **sizes)
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
@@ -105,7 +113,7 @@ def save_mixture(root: Path, preset: str) -> tuple[Path, Path]:
     layers = torch.nn.Module()
     for name in [name for name in on_disk if name.endswith("_proj.weight")]:
         _add_linear(layers, name.removesuffix(".weight"), on_disk.pop(name))
-    ignored = ["lm_head", r"re:.*mlp\.gate$"]
+    ignored = ["lm_head", r"re:.*mlp\.gate$", *also_ignored]
     compressor = _compressed(layers, preset, ignored)
     base = Path(shutil.copytree(root / "plain", root / "base"))
     tensors = {name: tensor.contiguous() for name, tensor in layers.state_dict().items()}
@@ -141,16 +149,18 @@ def _llava() -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=100))
 
 
-def _compress(model: Any, preset: str, ignored: list[str], folder: Path) -> None:
+def _compress(model: Any, preset: Groups, ignored: list[str], folder: Path) -> None:
     compressor = _compressed(model, preset, ignored)
     model.save_pretrained(folder)
     compressor.update_config(folder)
 
 
-def _compressed(model: torch.nn.Module, preset: str, ignored: list[str]) -> Any:
+def _compressed(model: torch.nn.Module, preset: Groups, ignored: list[str]) -> Any:
     """Compress the layers of a model in place, and return what did."""
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored))
+    presets = {preset: ["Linear"]} if isinstance(preset, str) else preset
+    schemes = [preset_name_to_scheme(name, targets) for name, targets in presets.items()]
+    groups = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignored))
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _calibrate(module)

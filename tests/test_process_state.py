@@ -111,6 +111,8 @@ PATCHED = {
     "_model/formats/four_bit.py": "bitsandbytes decodes some widths wrongly on the CPU, inside peft's merge",
     "_model/formats/bitnet.py": "functions that a trace would compile",
     "_model/formats/fbgemm.py": "kernels that this machine may lack",
+    "_model/formats/compressed_tensors.py": "transformers decodes by a method of its operation, of one group for all",
+    "_model/formats/fp8.py": "transformers decodes by a method of its operation, and takes no block for it",
     "_model/formats/fp8_kernels.py": "kernels that this machine may lack",
     "_model/quantized/stand_ins.py": "peft unpacks weights by a function of a module",
     "_model/quantized/patterns.py": "transformers compiles each pattern for each module",

@@ -30,6 +30,8 @@ from .sources import BaseRequest, other_base_findings, resolve_base
 from .starts import builds_on_meta, random_start
 
 _SAVE_AGAIN = "save it again with `save_pretrained`, copy or download the whole folder again, or correct its config"
+# of a quantization; the check finds all others itself
+_OF_CODES = ("decoded-wrongly", "status-differs", "skips-differ")
 
 
 class LoadCheck(NamedTuple):
@@ -108,6 +110,7 @@ def _options(auto_class: ModelClass | None) -> LoadOptions:
 
 def _answer(base: BaseOnDisk) -> LoadCheck:
     findings = [untied_finding(base.resolved.folder, pair) for pair in base.untied]
+    findings += [finding for finding in base.findings if finding.code in _OF_CODES]
     if getattr(base.config, "quantization_config", None) is not None and not plain_all_the_same(base.opened):
         return LoadCheck("headers alone: a quantizer makes the modules during the load", findings)
     if base.built_as is None:

@@ -50,7 +50,14 @@ from .base_model import base_config, base_on_meta, check_fit, refuse_unknown_arg
 from .choose_class import ChosenClass, choose_class, class_of_auto_mapping, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata
 from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
-from .load_base import load_base, loading_findings, name_base, refuse_missing_weights, untied_findings
+from .load_base import (
+    decoding_findings,
+    load_base,
+    loading_findings,
+    name_base,
+    refuse_missing_weights,
+    untied_findings,
+)
 from .report import LoadedPart
 from .sources import other_base_findings
 from .split_base import alone_findings, said_of_split_base
@@ -155,9 +162,12 @@ def _checked_on_meta(
         layout = read_layout(meta_model, checkpoint.tensors, key_mapping=options.base_kwargs.get("key_mapping"))
         refuse_missing_weights(base.opened, layout.key_of.values(), adapters, options.base_kwargs)
         settings = quantization_of(base.opened.config or {})
-        if (by_headers := corrected_by_headers(meta_model, checkpoint, settings, layout)) is not None:
-            findings = (*base.findings, by_headers.finding)
-            base = dataclasses.replace(base, corrected=by_headers.entries, findings=findings)
+        findings = [*base.findings]
+        if (by_headers := corrected_by_headers(meta_model, checkpoint, settings, layout, mends=True)) is not None:
+            findings.append(by_headers.finding)
+            base = dataclasses.replace(base, corrected=by_headers.entries)
+        findings += decoding_findings(checkpoint, settings, options.base_kwargs.get("quantization_config"))
+        base = dataclasses.replace(base, findings=tuple(findings))
         planned = plan_into_place(base.opened, checkpoint, layout, meta_model, options.devices, options.base_kwargs)
         base = dataclasses.replace(base, planned=planned)
         if options.strict:

@@ -13,13 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS, quantization_of
 from safe_loading._checkpoint.faults import fault, listed, note
+from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.names import ancestors, without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._model.embeddings_and_head import tied_ends_of
-from safe_loading._model.formats.registry import format_named
+from safe_loading._model.formats.registry import decoded_rightly, format_named
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.quantized.request import packs_on_device, read_request
 from safe_loading._model.zero3 import splits_new_models
@@ -82,7 +83,8 @@ def load_base(
         arguments["device_map"] = {"": "cpu"}  # its quantizer loads onto the current accelerator otherwise
     try:
         # A rank that accelerate launched for FSDP would leave what no file holds on meta, for FSDP to send it later.
-        with patched(modeling_utils, "is_fsdp_enabled", answer_no), read_into_place(planned) as methods:
+        rightly = decoded_rightly(quantization_of(opened.config or {}))
+        with patched(modeling_utils, "is_fsdp_enabled", answer_no), rightly, read_into_place(planned) as methods:
             model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -124,6 +126,20 @@ def refuse_missing_weights(
                 f"layer without a weight: {listed(changed)}. Load the base decoded: base_kwargs="
                 f"{{'quantization_config': {known.dequantized_by}(dequantize=True)}}."
             )
+
+
+def decoding_findings(checkpoint: Checkpoint, settings: object, asked: object) -> list[Finding]:
+    """Return a finding where transformers alone would decode weights wrongly, which a load here decodes rightly."""
+    request = read_request(settings, asked)
+    known = None if request is None else format_named(request.method)
+    if request is None or known is None or not (wrong := known.decoded_wrongly(checkpoint.tensors, request.options)):
+        return []
+    message = (
+        f"where transformers decodes them, {counted(len(wrong), 'tensor')} of {request.method} would give wrong "
+        f"weights, or an error: {listed(wrong)}. They are decoded rightly here"
+    )
+    fix = "take the base in 16 bits that it was made from, for a load without this package"
+    return [note("warning", "decoded-wrongly", checkpoint.folder / CONFIG, message, fix)]
 
 
 def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:

@@ -112,7 +112,7 @@ def meta_model(
         without_passed_over(config, opened)
     else:
         refuse_unread_config(config.to_dict(), name or type(config).__name__)
-    _refuse_quantized(config, name)
+    _refuse_quantized(config, name, opened)
     model_class = class_to_build(config, auto_class, trust_remote_code=trust_remote_code)
     with building(config, model_class, folder):
         made_dtype, assumed = find_weights_dtype(dtype, config, opened)
@@ -209,15 +209,17 @@ _TO_SHARD = (
 )
 
 
-def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
+def _refuse_quantized(config: PreTrainedConfig, name: str, opened: ModelFolder | None) -> None:
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
+        checkpoint = None if opened is None else opened.whole_checkpoint
+        tensors = None if checkpoint is None else checkpoint.tensors
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         method = getattr(method, "value", method)
         raise ArgumentError(
             f"The config of {name or type(config).__name__} is quantized ({method}), so that its "
             f"modules are only made during the load, by a quantizer. To pass a plain checkpoint, "
-            f"{how_to_dequantize(method)}.{_TO_SHARD if method == 'bitsandbytes' else ''}"
+            f"{how_to_dequantize(method, tensors, quantized)}.{_TO_SHARD if method == 'bitsandbytes' else ''}"
         )
 
 

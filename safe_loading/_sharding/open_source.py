@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from safe_loading._checkpoint.base_config import quantization_of
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.names import canonical
@@ -53,7 +54,7 @@ def open_source(
     _refuse_wrapped(model, checkpoint, layout, slots)
     config = getattr(model, "config", None)
     conversions: dict[str, Conversion] = {}
-    problems = _not_castable(checkpoint, layout, slots)
+    problems = _not_castable(checkpoint, layout, slots, quantization_of(opened.config or {}))
     for conversion in layout.conversions:
         made, problem = made_by(conversion, checkpoint.tensors, slots, config)
         problems += [problem] if problem else []
@@ -132,13 +133,16 @@ def _two_values(
     return tuple(pairs_apart(ties, lambda name: slots[name].dtype, checkpoint, layout))
 
 
-def _not_castable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor]) -> list[str]:
+def _not_castable(
+    checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor], settings: object
+) -> list[str]:
     """Return a problem for each tensor whose elements cannot be cast to the model's dtype, such as quantized ones.
 
     Stricter than ``fit.misfits``: there transformers loads the weights and can dequantize, here they are only copied.
     """
     problems = []
     tensors = checkpoint.tensors
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
     for name, whole in layout.of.items():
         expected_dtype = slots[name].dtype if name in slots else None
         first = tensors[whole.pieces[0].tensor].dtype
@@ -149,7 +153,7 @@ def _not_castable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mappi
             expected = expected_dtype or stored
             if stored is None or expected is None or not _casts(stored, expected):
                 kind = tensors[disk].dtype
-                road = how_to_dequantize(method_of_dtype(kind))
+                road = how_to_dequantize(method or method_of_dtype(kind), tensors, settings)
                 problems.append(
                     f"{name}: the model has {expected}, {checkpoint.file_of[disk]} holds {disk} as {kind}, which is "
                     f"quantized. To pass a plain checkpoint, {road}"

@@ -95,6 +95,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_the_class_that_a_base_was_saved_as_is_passed",
     },
     "_loading/load_base.py": {
+        "take the base in 16 bits that it was made from": "loading/test_compressed_decode.py::"
+        "test_experts_that_transformers_alone_decodes_wrongly_or_not_at_all",
         "Load the base decoded": "loading/test_compressed_bases.py::"
         "test_packed_layers_are_refused_before_the_base_is_read_and_the_advice_works",
         "Free some, or raise the process's limit": "loading/test_into_place.py::"

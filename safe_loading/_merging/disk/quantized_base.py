@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.formats.registry import KNOWN_ON_DISK, STORED, format_named
+from safe_loading._model.formats.registry import KNOWN_ON_DISK, STORED, format_named, has_no_plain_load
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.quantized.to_plain import how_to_dequantize
 from safe_loading.errors import MergeError
@@ -94,7 +94,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
         method = settings.get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are {KNOWN_ON_DISK}. "
-            f"{road_into_plain(method, checkpoint.tensors)} Not known:",
+            f"{road_into_plain(method, checkpoint.tensors, settings)} Not known:",
             unknown[:8],
         )
     plain = {name: info for name, info in weights.items() if name not in found}
@@ -118,13 +118,13 @@ def _quantized(name: str, checkpoint: Checkpoint, settings: JsonObject) -> Quant
     return next((weight for weight in found if weight is not None), None)
 
 
-def road_into_plain(method: object, names: Iterable[str] = ()) -> str:
+def road_into_plain(method: object, tensors: Mapping[str, TensorInfo] | None = None, settings: object = None) -> str:
     """Return the advice for a base whose codes are not merged into on disk, by its ``quant_method``.
 
-    A load in plain weights is none where it would leave out scales, as the ``names`` on disk tell.
+    A load in plain weights is none where it would decode some wrongly, as the ``tensors`` on disk and the config tell.
     """
     known = format_named(method)
-    if known is not None and known.scales_left_out(names):
+    if has_no_plain_load(method, tensors, settings):
         return _MERGE_BEFORE_QUANTIZED
     if known is not None and known.instead == "loaded":
         return _MERGE_LOADED

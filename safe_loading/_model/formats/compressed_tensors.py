@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
+from safe_loading._core.thread_patches import patched
 
 from .card_findings import bytes_of_parameters, refuse_training, with_bytes
 from .format import ADA, Format, QuantizationRequest, TargetCard
@@ -21,6 +26,9 @@ _WHOLE_CODES = ("F8_E4M3", "I8")  # one in the place of a value
 _STATUS = {"quantization_status": "compressed"}
 _GLOBAL_SCALE = "weight_global_scale"  # over the scales of groups
 _OF_ONE_EXPERT = re.compile(rf"(?:^|\.)experts\.\d+\.(?:.+\.)?{_GLOBAL_SCALE}$")
+_DECODES = "CompressedTensorsDequantize"  # transformers' operation
+_LAYER = re.compile(r".*\.layers\.\d+\.")
+_FAILS_AT = re.compile(r"(?:^|\.)experts\.\d+\.(?:.+\.)?(weight|weight_zero_point)$")
 
 
 def build_compressed(model: nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
@@ -87,6 +95,109 @@ def scales_left_out(names: Iterable[str]) -> list[str]:
     except ImportError:  # older releases decode no experts
         return []
     return [] if _GLOBAL_SCALE in inspect.getsource(engine) else found
+
+
+def decoded_wrongly(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that transformers decodes by another group of the config, or of single experts wrongly."""
+    found = scales_left_out(tensors)
+    for name, info in tensors.items():
+        if (told := _FAILS_AT.search(name)) and (told[1] != "weight" or info.dtype == "I8"):
+            found.append(name)
+    groups: Mapping[str, Mapping[str, Any]] = options.get("config_groups") or {}
+    kinds = [(group["weights"], group.get("format")) for group in groups.values() if group.get("weights")]
+    if options.get("dequantize") and any(kind != kinds[0] for kind in kinds):
+        found += [name for name in tensors if name.endswith(".weight_scale")]
+    return sorted(set(found))
+
+
+_Tensors = Mapping[str, "torch.Tensor | list[torch.Tensor]"]
+
+
+def each_by_its_group() -> list[AbstractContextManager[object]]:
+    """Return the context in which transformers decodes each layer by its own group of the config, with all scales.
+
+    It (up to 5.24) decodes all dense layers of a load with ``dequantize=True`` by one group, and all experts by one,
+    whichever group names them: with 8 bits beside 4 their values are wrong, and with other formats the load fails. Of
+    single experts it takes codes and scales alone: it leaves out the scale over those of groups (transformers#48371)
+    and plain experts beside packed ones, and fails with zero points (transformers#47430), scales of blocks and int8.
+    """
+    try:
+        from transformers.integrations import compressed_tensors as integration
+    except ImportError:  # older releases decode nothing while they load
+        return []
+    engine: Any = getattr(integration, _DECODES, None)
+    if engine is None:
+        return []
+    convert: Callable[..., dict[str, Any]] = vars(engine)["convert"]
+
+    def convert_each(self: Any, input_dict: _Tensors, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        config, name = self.hf_quantizer.compressor.quantization_config, kwargs["full_layer_name"]
+        if "weight" not in input_dict and "weight_scale" not in input_dict:
+            return _experts(input_dict, name, config, kwargs["model"].get_parameter(name).dtype)
+        operation = copy.copy(self)
+        if "weight_scale" in input_dict:
+            operation.scheme = _scheme_of(config, [name.rpartition(".")[0]])
+        return convert(operation, input_dict, *args, **kwargs)
+
+    return [patched(engine, "convert", convert_each)]
+
+
+def _experts(tensors: _Tensors, name: str, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the weights of all experts of a layer, decoded and stacked, by the patterns of their names on disk."""
+    by_layer: dict[str, dict[str, Any]] = {}
+    for pattern, values in tensors.items():
+        layer, _, role = pattern.rpartition(".")
+        by_layer.setdefault(layer, {})[role] = values
+    weights = {}
+    for layer, roles in by_layer.items():
+        if "weight_scale" not in roles:  # of a layer that is not quantized
+            weights[f"{layer}.weight"] = roles["weight"]
+            continue
+        weights[f"{layer}.weight"] = _stacked(roles, _scheme_of(config, _names_of(layer, name)), config, dtype)
+    return weights
+
+
+def _stacked(roles: Mapping[str, Any], scheme: Any, config: Any, dtype: torch.dtype) -> torch.Tensor:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+
+    kind = scheme.format or (config.format if len(config.config_groups) == 1 else None)
+    kind = kind or infer_module_format(torch.nn.Linear, scheme)
+    compressor: Any = BaseCompressor.get_value_from_registry(getattr(kind, "value", kind))
+    lists = {role: values if isinstance(values, list) else [values] for role, values in roles.items()}
+    weights = (
+        compressor.decompress(dict(zip(lists, of_one, strict=True)), scheme)["weight"]
+        for of_one in zip(*lists.values(), strict=True)
+    )
+    first = next(weights)
+    # at once: a list of all experts would take as much memory again
+    stacked = torch.empty((len(lists["weight_scale"]), *first.shape), dtype=dtype, device=first.device)
+    for index, values in enumerate(itertools.chain((first,), weights)):
+        stacked[index].copy_(values)
+    return stacked
+
+
+def _names_of(layer: str, name: str) -> list[str]:
+    """Return the names of a layer of the first expert, in the model and on disk, by its pattern and its parameter."""
+    pattern = layer.replace("\\", "").lstrip("^.").replace("*", "0")
+    inside = _LAYER.match(name)
+    return [f"{name.rpartition('.')[0]}.0.{pattern.rpartition('.')[2]}", f"{inside[0] if inside else ''}{pattern}"]
+
+
+def _scheme_of(config: Any, names: Iterable[str]) -> Any:
+    """Return the scheme of the config group that names a layer, by the first of its names that one does."""
+    from compressed_tensors.utils.match import match_targets
+
+    schemes = [scheme for scheme in config.config_groups.values() if scheme.weights is not None]
+    if all((scheme.weights, scheme.format) == (schemes[0].weights, schemes[0].format) for scheme in schemes):
+        return schemes[0]
+    by_target = {target: scheme for scheme in schemes for target in scheme.targets}
+    any_layer, linear = torch.nn.Module(), torch.nn.Linear(1, 1, device="meta")
+    for kind in (any_layer, linear):  # by name or pattern, which say more than a class
+        for name in names:
+            for target in match_targets(name, kind, by_target):
+                return by_target[target]
+    raise ValueError(f"no config group of quantization_config names {next(iter(names))}")
 
 
 def has_scheme(module: nn.Module) -> bool:
@@ -197,7 +308,9 @@ COMPRESSED_TENSORS = Format(
     without_weight=packed_modules,
     corrected=corrected_status,
     scales_left_out=scales_left_out,
+    decoded_wrongly=decoded_wrongly,
     holds=has_scheme,
     decoded_at_forward=is_compressed,
     decode=decode_compressed,
+    mended=each_by_its_group,
 )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
 
 TURING = (7, 5)
@@ -69,6 +70,10 @@ def _leaves_none_out(names: Iterable[str]) -> list[str]:
     return []
 
 
+def _decodes_all_rightly(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any]) -> list[str]:
+    return []
+
+
 def _holds_none(module: nn.Module) -> bool:
     return False
 
@@ -86,6 +91,10 @@ def _stands_for_none(module: nn.Module) -> nn.Module | None:
 
 
 def _no_kernels() -> Sequence[contextlib.AbstractContextManager[object]]:
+    return ()
+
+
+def _decoded_rightly() -> Sequence[contextlib.AbstractContextManager[object]]:
     return ()
 
 
@@ -127,6 +136,9 @@ class Format:
     corrected: Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, Any]] = _corrects_none
     # The scales on disk that transformers leaves out where it decodes single experts into one tensor.
     scales_left_out: Callable[[Iterable[str]], list[str]] = _leaves_none_out
+    # The tensors on disk that transformers alone decodes wrongly, or fails at, where it decodes; by the options of
+    # a config.
+    decoded_wrongly: Callable[[Mapping[str, TensorInfo], Mapping[str, Any]], list[str]] = _decodes_all_rightly
     holds: Callable[[nn.Module], bool] = _holds_none  # whether a module's own weights are codes of it
     # Whether a layer computes with other values than its weight has, so that nothing can be added to that.
     computes_with_others: Callable[[nn.Module], bool] = _holds_none
@@ -142,6 +154,8 @@ class Format:
     stand_in: Callable[[nn.Module], nn.Module | None] = _stands_for_none
     # Replacements of kernels that cannot run in a trace, each a context.
     kernels: Callable[[], Sequence[contextlib.AbstractContextManager[object]]] = _no_kernels
+    # Replacements of what transformers decodes wrongly while it loads, each a context.
+    mended: Callable[[], Sequence[contextlib.AbstractContextManager[object]]] = _decoded_rightly
     # peft's LoRA layers for stand-ins by their classes, where peft makes none.
     lora_layers: Callable[[], Mapping[type[nn.Module], type[nn.Module]]] = _no_lora_layers
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
+from safe_loading._core.thread_patches import patched
 from safe_loading.errors import ArgumentError, MergeError
 
 from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantized, freeze_codes, with_bytes
@@ -25,6 +28,7 @@ from .format import ADA, Format, QuantizationRequest, TargetCard
 from .fp8_kernels import fp8_kernels
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_files
 
+_DECODES = "_dequantize_one"  # of transformers' operation
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FP8 = tuple(_DTYPES.values())
 ROW_SCALES = ("fbgemm_fp8", "compressed-tensors")  # the methods whose fp8 has a scale for each row, or one for all
@@ -167,6 +171,56 @@ def _keep_first_wraps() -> None:
         setattr(finegrained_fp8.FP8Experts, name, function)
 
 
+def whole_blocks() -> list[AbstractContextManager[object]]:
+    """Return the context in which transformers decodes fp8 weights block by block of their config, in a load.
+
+    It (up to 5.24) takes the size of a block from the shapes of weight and scales: of 192 rows under two scales it
+    takes 96 for each, and not 128 and 64; where the shapes do not divide, it fails. So a weight is filled up to whole
+    blocks before it is decoded, and cut back after.
+    """
+    from transformers.integrations import finegrained_fp8
+
+    engine: Any = getattr(finegrained_fp8, "Fp8Dequantize", None)
+    if not hasattr(engine, _DECODES):  # older releases decode in another function
+        return []
+    decode: Callable[..., torch.Tensor] = vars(engine)[_DECODES]
+
+    def decode_whole(self: Any, codes: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        missing = _missing(codes, scales, getattr(self.hf_quantizer.quantization_config, "weight_block_size", None))
+        if not any(missing):
+            return decode(self, codes, scales, *args, **kwargs)
+        rows, columns = missing
+        filled = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+        values = decode(self, filled, scales, *args, **kwargs)
+        return values[..., : codes.shape[-2], : codes.shape[-1]].contiguous()
+
+    return [patched(engine, _DECODES, decode_whole)]
+
+
+def parts_of_blocks(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any]) -> list[str]:
+    """Return the weights on disk that do not fill the blocks of their scales."""
+    block = options.get("weight_block_size")
+    shapes = {name: (info.shape, tensors.get(f"{name}_scale_inv")) for name, info in tensors.items()}
+    return [name for name, (shape, scales) in shapes.items() if scales and any(_short(shape, scales.shape, block))]
+
+
+def _missing(codes: torch.Tensor, scales: torch.Tensor, block: Any) -> tuple[int, ...]:
+    """Return the rows and the columns by which a weight does not fill the blocks of its config.
+
+    None of either where its scales are not of those blocks: one for all, or of experts in another format.
+    """
+    return (0, 0) if codes.dtype == torch.int8 else _short(codes.shape, scales.shape, block)
+
+
+def _short(shape: Sequence[int], grid: Sequence[int], block: Any) -> tuple[int, ...]:
+    if not block or len(shape) < 2 or len(grid) < 2:
+        return 0, 0
+    sizes = list(zip(shape[-2:], block, grid[-2:], strict=True))
+    if any(-(-size // width) != count for size, width, count in sizes):
+        return 0, 0
+    return tuple(count * width - size for size, width, count in sizes)
+
+
 def find_fp8(name: str, checkpoint: Checkpoint, settings: JsonObject) -> QuantizedTensor | None:
     """Return the weight whose fp8 numbers a tensor holds; None for any other tensor, and for scales of other kinds."""
     info, tensors = checkpoint.tensors[name], checkpoint.tensors
@@ -241,6 +295,8 @@ FP8_BLOCKS = Format(
     holds=holds_fp8,
     decode=decode_fp8_layer,
     kernels=fp8_kernels,
+    mended=whole_blocks,
+    decoded_wrongly=parts_of_blocks,
     read_on_disk=True,
     merged_on_disk=True,
     instead="loaded",
@@ -251,6 +307,8 @@ MXFP8 = Format(
     dequantized_by="FineGrainedFP8Config",
     computes_in=torch.bfloat16,
     shrinks=True,
+    mended=whole_blocks,
+    decoded_wrongly=parts_of_blocks,
     read_on_disk=True,
     merged_on_disk=True,
     instead="loaded",

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from safe_loading._checkpoint.header import TensorInfo
+
 from .auto_round import AUTO_ROUND
 from .awq import AWQ
 from .bitnet import BITNET, STORED_BITNET
@@ -59,6 +61,23 @@ def kernel_stand_ins() -> Iterator[None]:
         for each in FORMATS.values():
             for replaced in each.kernels():
                 stack.enter_context(replaced)
+        yield
+
+
+def has_no_plain_load(method: object, tensors: Mapping[str, TensorInfo] | None, settings: object) -> bool:
+    """Return whether transformers alone would decode some of a folder's ``tensors`` wrongly, or fail at them."""
+    known = format_named(method)
+    options = {**(settings if isinstance(settings, dict) else {}), "dequantize": True}
+    return known is not None and bool(tensors) and bool(known.decoded_wrongly(tensors or {}, options))
+
+
+@contextlib.contextmanager
+def decoded_rightly(settings: object) -> Iterator[None]:
+    """Mend the decoding of transformers inside, while it loads a checkpoint with this ``quantization_config``."""
+    known = format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
+    with contextlib.ExitStack() as stack:
+        for mended in () if known is None else known.mended():
+            stack.enter_context(mended)
         yield
 
 

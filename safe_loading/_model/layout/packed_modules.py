@@ -36,18 +36,25 @@ def corrected_in_folder(model: nn.Module, folder: ModelFolder, settings: object)
 
 
 def corrected_by_headers(
-    model: nn.Module, checkpoint: Checkpoint, settings: object, layout: CheckpointLayout | None = None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    settings: object,
+    layout: CheckpointLayout | None = None,
+    *,
+    mends: bool = False,
 ) -> ByHeaders | None:
     """Return the same of headers that were read; ``settings`` are the config's own ``quantization_config``.
 
-    Codes that the model holds as parts of one tensor are refused: transformers cannot put them together.
+    Codes that the model holds as parts of one tensor are refused where transformers cannot put them together, or only
+    a load of this package, which mends that, can.
     """
     request = read_request(settings)
     known = None if request is None else FORMATS.get(request.method)
     if request is None or known is None:
         return None
     if known.packed_names is None:
-        _refuse_left_out(model, checkpoint, request.method, known.scales_left_out(checkpoint.tensors))
+        if not (mends and known.mended()):
+            _refuse_left_out(model, checkpoint, request.method, known.scales_left_out(checkpoint.tensors))
         if known.linear_only:
             _refuse_single_experts(model, checkpoint, request.method, layout)
         entries = known.corrected(request.options, {name: info.dtype for name, info in checkpoint.tensors.items()})
