@@ -71,6 +71,8 @@ MADE_BY_TESTS = {
         "test_dropout_is_a_finding_and_refused_where_it_would_be_trained_with",
         "codes-reordered": "merging/test_merge_packed.py::test_codes_in_the_order_for_cpus_are_named_and_saved_right",
         "status-differs": "loading/test_compressed_bases.py::test_codes_under_another_status_are_decoded",
+        "codes-as-values": "loading/test_compressed_decode.py::"
+        "test_codes_that_no_name_of_the_config_reaches_are_refused",
         "decoded-wrongly": "loading/test_compressed_decode.py::test_each_layer_is_decoded_by_its_own_group",
         "skips-differ": "loading/test_packed_modules.py::test_skips_under_older_names_are_those_of_the_headers",
         "shared-tensor-differs": "loading/test_methods.py::"

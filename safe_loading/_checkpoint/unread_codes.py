@@ -8,6 +8,7 @@ reads, or a file of `BESIDE`. transformers makes plain layers, whose weights no 
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError
 
 from .base_config import BESIDE, named_quantization, reads_quantization, settings_beside
-from .faults import fault, raise_faults
+from .copy_bytes import range_of
+from .faults import fault, listed, raise_faults
+from .index import Checkpoint
 from .left_over import bytes_in_codes, files_take
 from .model_folder import CONFIG, ModelFolder
 from .modelopt import modelopt_codes
@@ -26,6 +29,8 @@ from .modelopt import modelopt_codes
 _QUANTIZED_BY_THE_LOAD = ("nvfp4", "quanto")
 _QUANTIZE_AGAIN = "take the checkpoint in 16 bits that it was made of, and quantize it while it is loaded"
 _OF_QUANTO = "quanto_qmap.json"  # of optimum-quanto's own save_pretrained, which writes nothing into config.json
+_GROUPS = ".weight_g_idx"  # the group of each column
+_INTEGERS = {"I32": "i", "I64": "q"}
 UNREAD_ENTRIES = ("quantization", "compression_config")  # of configs, which transformers does not read
 
 
@@ -45,7 +50,7 @@ def unread_codes(folder: ModelFolder) -> Finding | None:
     document = folder.files.try_read(folder.path / CONFIG)
     config = {} if isinstance(document, Finding) else document
     if reads_quantization(config):
-        named = _written_by_a_load(folder, config)
+        named = _written_by_a_load(folder, config) or _in_another_order(folder, config)
     else:
         named = _named(folder.path / CONFIG, config) or _beside(folder)
     size = None if named is None else bytes_in_codes(folder)
@@ -99,6 +104,37 @@ def _written_by_a_load(folder: ModelFolder, config: JsonObject) -> _Named | None
         _QUANTIZE_AGAIN,
         "transformers quantizes so while it loads, and reads no such codes from files",
     )
+
+
+def _in_another_order(folder: ModelFolder, config: JsonObject) -> _Named | None:
+    """Return the entry of a method whose weights on disk have the columns of a group apart, by ``weight_g_idx``.
+
+    Its package passes over that since August 2026, and takes the columns as they lie. Its error where the config says
+    so, too, advises to write that the columns do lie so.
+    """
+    checkpoint = folder.whole_checkpoint
+    found = [] if checkpoint is None else [name for name in checkpoint.tensors if name.endswith(_GROUPS)]
+    if checkpoint is None or not any(_scatters(checkpoint, name) for name in found):
+        return None
+    _, method = named_quantization(config) or ("", "")
+    return _Named(
+        folder.path / CONFIG,
+        f"is of weights ({method}) whose groups are columns in another order: {listed(found)}",
+        _QUANTIZE_AGAIN,
+        "transformers and the package of that method decode them as if each group were columns in a row, wrongly",
+    )
+
+
+def _scatters(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether the groups of a weight are other columns than those that follow one another."""
+    info, scales = checkpoint.tensors[name], checkpoint.tensors.get(f"{name.removesuffix(_GROUPS)}.weight_scale")
+    count = info.shape[0] if len(info.shape) == 1 else 0
+    if info.dtype not in _INTEGERS or not count or scales is None or not scales.shape[-1:] or not scales.shape[-1]:
+        return False  # nothing that can be read so
+    data = range_of(checkpoint.folder / checkpoint.file_of[name], info.start, info.nbytes)
+    groups = array(_INTEGERS[info.dtype], bytes(data))
+    width = -(-count // scales.shape[-1])
+    return any(group not in (-1, column // width) for column, group in enumerate(groups))
 
 
 def _beside(folder: ModelFolder) -> _Named | None:

@@ -238,7 +238,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
     for adapter in adapters:
         adapter.facts.require_unchanged()
     name_base(model, source)
-    findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
+    findings = [*loading_findings(info, adapters, source, base.opened), *untied_findings(model, source)]
     errors = [finding.problem for finding in errors_of(findings)]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)

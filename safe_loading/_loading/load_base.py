@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS, quantization_of
 from safe_loading._checkpoint.faults import fault, listed, note
+from safe_loading._checkpoint.header import BITS
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.names import ancestors, without_peft_prefix
@@ -36,7 +37,11 @@ from .report import FROM_PRETRAINED
 _HOST_IS_FULL = re.compile("can('t|not) allocate memory", re.IGNORECASE)
 
 # Scales by which quantized layers round their inputs, outputs and cache; plain layers, as a load decodes them, do not.
-_OF_ROUNDED_INPUTS = re.compile(r"\.(?:input|output|activation|[qkv])_(?:global_)?(?:scale|zero_point)$")
+# And the groups of columns that follow one another: others were refused before the load.
+_OF_ROUNDED_INPUTS = re.compile(
+    r"\.(?:(?:input|output|activation|[qkv])_(?:global_)?(?:scale|zero_point)|weight_g_idx)$"
+)
+_OF_CODES = re.compile(r"\.weight_(?:global_)?scale(?:_inv)?$")  # without which codes are no values
 
 LoadingInfo = Mapping[str, Iterable[object]]
 """What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
@@ -166,7 +171,7 @@ def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
     model.__dict__["name_or_path"] = os.fspath(source)
 
 
-def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str) -> list[Finding]:
+def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str, opened: ModelFolder) -> list[Finding]:
     """Return a finding for each weight of the base that its checkpoint did not fill and that no adapter replaces."""
     replaced = replaced_modules(adapters)
     findings = []
@@ -189,7 +194,29 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
         )
         fix = "none if they are a head for another task; otherwise auto_class= for the class that it was saved as"
         findings.append(note("warning", "base-key-unexpected", f"{source}: {unexpected[0]}", message, fix))
-    return findings
+    return [*findings, *_codes_as_values(unexpected, source, opened)]
+
+
+def _codes_as_values(unexpected: Sequence[str], source: str, opened: ModelFolder) -> list[Finding]:
+    """Return the finding of codes whose scale the class has no place for, so that their weights are the codes alone."""
+    scales = [name for name in unexpected if _OF_CODES.search(name)]
+    checkpoint = opened.whole_checkpoint if scales else None
+    tensors = {} if checkpoint is None else checkpoint.tensors
+    weights = [f"{name.rpartition('.')[0]}.weight" for name in scales]
+    taken = [name for name in weights if name not in unexpected and name in tensors and BITS[tensors[name].dtype] == 8]
+    settings = quantization_of(opened.config or {})
+    known = format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
+    if not taken or known is None:
+        return []
+    message = (
+        f"transformers took the codes of {counted(len(taken), 'layer')} for values and left their scales out, because "
+        f"the names in quantization_config leave these layers plain: {listed(taken)}"
+    )
+    fix = (
+        f"load the base decoded: base_kwargs={{'quantization_config': {known.dequantized_by}(dequantize=True)}}; or "
+        f"correct the names there"
+    )
+    return [fault("codes-as-values", f"{source}: {taken[0]}", message, fix)]
 
 
 def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:

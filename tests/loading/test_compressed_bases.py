@@ -12,6 +12,7 @@ import torch
 from compressed import PACKED, WHOLE, assert_same, decoded, load, logits, save_compressed, save_mixture
 from engines import needs
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from safe_loading import (
     AdapterError,
@@ -105,6 +106,32 @@ def test_plain_weights_beside_scales_and_zero_points_keep_their_status() -> None
     codes = {**dtypes, "q.weight": "I8"}
     assert FORMATS["compressed-tensors"].corrected({"quantization_status": "frozen"}, codes)
     assert not FORMATS["compressed-tensors"].corrected({"quantization_status": "compressed"}, codes)
+
+
+@pytest.mark.parametrize("order", ["scattered", "in a row", "unset"])
+def test_groups_of_scattered_columns_are_refused(order: str, folders: Any, tmp_path: Path) -> None:
+    """compressed-tensors passes over ``weight_g_idx``, and decodes each column with the scale of another group."""
+    right, adapter = folders["W4A16"]
+    base = Path(shutil.copytree(right, tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    columns = torch.arange(256) // 128
+    groups = {"scattered": 1 - columns, "in a row": columns, "unset": torch.full((256,), -1)}[order]
+    tensors[f"{name}.weight_g_idx"] = groups.to(torch.int32)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    options = {"quantization_config": decoded()}
+    if order != "scattered":
+        ours = load_peft_on_rank(base, adapter, base_kwargs=options)
+        assert not ours.load_report.findings
+        assert_same(ours, PeftModel.from_pretrained(load(right, **options), adapter))
+        return
+    passed_over, expected = (load(each, **options).get_parameter(f"{name}.weight") for each in (base, right))
+    assert torch.equal(passed_over, expected)
+    with pytest.raises(CheckpointError, match=r"another order: .*down_proj.weight_g_idx.*decode them as if each group"):
+        load_peft_on_rank(base, adapter, base_kwargs=options)
+    with pytest.raises(CheckpointError, match="take the checkpoint in 16 bits that it was made of"):
+        plan_device_map(base, {0: "1GB"}, verify=False)
+    assert "unread-codes" in {finding.code for finding in check_checkpoint(base).findings}
 
 
 @needs("transformers", "5.16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from compressed import decoded, load, logits, save_compressed, save_mixture
 
 from safe_loading import check_checkpoint, load_peft_on_rank, merge_lora_checkpoint, meta_model
-from safe_loading.errors import ArgumentError, MergeError
+from safe_loading.errors import AdapterError, ArgumentError, MergeError
 
 integration = pytest.importorskip("transformers.integrations.compressed_tensors")
 pytestmark = pytest.mark.skipif(
@@ -74,6 +75,29 @@ def test_experts_of_another_group_than_the_other_layers_beside_plain_ones(option
     ours, plain = load_peft_on_rank(base, adapter, base_kwargs=options).get_base_model(), load(tmp_path / "plain")
     for layer, within in ((0, 1e-9), (1, WITHIN["W8A16"])):
         assert worst(ours, plain, f"layers.{layer}.mlp.experts") < within
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W8A8"])
+def test_codes_that_no_name_of_the_config_reaches_are_refused(preset: str, tmp_path: Path) -> None:
+    """Names of another release of transformers, say: the layers stay plain, and their weights are the codes alone."""
+    base, adapter = save_compressed(tmp_path, preset)
+    document = json.loads((base / "config.json").read_text())
+    names = ["lm_head", "re:.*down_proj"]
+    document["quantization_config"]["ignore"] = names
+    (base / "config.json").write_text(json.dumps(document))
+    with pytest.raises(AdapterError, match=r"codes of 2 layers for values .*down_proj.*dequantize=True\)\}; or"):
+        load_peft_on_rank(base, adapter)
+    with pytest.warns(UserWarning, match="took the codes of 2 layers for values"):
+        wrong = load_peft_on_rank(base, adapter, strict=False)
+    assert "codes-as-values" in {finding.code for finding in wrong.load_report.findings}
+    plain = load(tmp_path / "plain")
+    assert worst(wrong.get_base_model(), plain, "down_proj") > 100
+    # the advice taken, each
+    ours = load_peft_on_rank(base, adapter, base_kwargs=OPTIONS).get_base_model()
+    assert worst(ours, plain, "down_proj") < WITHIN[preset]
+    names.pop()
+    (base / "config.json").write_text(json.dumps(document))
+    assert load_peft_on_rank(base, adapter).load_report.ok
 
 
 @pytest.mark.parametrize("folder", ["groups", "experts"])
