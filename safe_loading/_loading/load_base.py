@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -21,6 +20,7 @@ from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._model.embeddings_and_head import tied_ends_of
+from safe_loading._model.formats.format import QuantizationRequest
 from safe_loading._model.formats.registry import decoded_rightly, format_named
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.quantized.request import packs_on_device, read_request
@@ -100,7 +100,7 @@ def load_base(
             f'attn_implementation="sdpa", or install it.'
         ) from error
     except Exception as error:
-        raise _failed(folder, error) from error
+        raise _failed(opened, base_kwargs, error) from error
     if devices.main.type == "cpu" and not devices.are_several:
         # peft's later calls take {"": "cpu"} for offloading, and dispatch the model to an accelerator
         vars(model).pop("hf_device_map", None)
@@ -128,8 +128,8 @@ def refuse_missing_weights(
             raise AdapterError(
                 f"{adapter.facts.config_file}: the adapter changes {counted(len(changed), 'layer')} whose weights "
                 f"{folder.path} keeps packed until the first forward pass ({request.method}), and peft changes no "
-                f"layer without a weight: {listed(changed)}. Load the base decoded: base_kwargs="
-                f"{{'quantization_config': {known.dequantized_by}(dequantize=True)}}."
+                f"layer without a weight: {listed(changed)}. Load the base decoded: "
+                f"{_asked_decoded(known.dequantized_by)}."
             )
 
 
@@ -147,14 +147,29 @@ def decoding_findings(checkpoint: Checkpoint, settings: object, asked: object) -
     return [note("warning", "decoded-wrongly", checkpoint.folder / CONFIG, message, fix)]
 
 
-def _failed(folder: Path, error: Exception) -> MemoryError | CheckpointError:
+def _failed(opened: ModelFolder, base_kwargs: EngineKwargs, error: Exception) -> MemoryError | CheckpointError:
     """Return the error of a load that failed in the class of the model, its quantizer, or remote code."""
+    folder = opened.path
     if _HOST_IS_FULL.search(str(error)):
         return MemoryError(
             f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
             f"raise the process's limit (ulimit -d, ulimit -v), and load again."
         )
-    return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}")
+    settings = quantization_of(opened.config or {})
+    known = format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
+    request = None if known is None else read_request(settings, base_kwargs.get("quantization_config"))
+    decoded = "" if known is None else known.dequantized_by
+    advice = f". Load it decoded: {_asked_decoded(decoded)}" if decoded and not _is_decoded(request) else ""
+    return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}{advice}")
+
+
+def _asked_decoded(config: str) -> str:
+    """Return the argument of a load that decodes, by transformers' class of the format's config."""
+    return f"base_kwargs={{'quantization_config': {config}(dequantize=True)}}"
+
+
+def _is_decoded(request: QuantizationRequest | None) -> bool:
+    return request is None or bool(request.options.get("dequantize"))
 
 
 def _packs_on_device(config: PreTrainedConfig, base_kwargs: EngineKwargs) -> bool:
@@ -212,10 +227,7 @@ def _codes_as_values(unexpected: Sequence[str], source: str, opened: ModelFolder
         f"transformers took the codes of {counted(len(taken), 'layer')} for values and left their scales out, because "
         f"the names in quantization_config leave these layers plain: {listed(taken)}"
     )
-    fix = (
-        f"load the base decoded: base_kwargs={{'quantization_config': {known.dequantized_by}(dequantize=True)}}; or "
-        f"correct the names there"
-    )
+    fix = f"load the base decoded: {_asked_decoded(known.dequantized_by)}; or correct the names there"
     return [fault("codes-as-values", f"{source}: {taken[0]}", message, fix)]
 
 

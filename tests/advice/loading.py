@@ -95,6 +95,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_the_class_that_a_base_was_saved_as_is_passed",
     },
     "_loading/load_base.py": {
+        "Load it decoded": "loading/test_compressed_decode.py::"
+        "test_a_base_that_cannot_stay_packed_is_refused_with_a_load_that_decodes_it",
         "load the base decoded": "loading/test_compressed_decode.py::"
         "test_codes_that_no_name_of_the_config_reaches_are_refused",
         "take the base in 16 bits that it was made from": "loading/test_compressed_decode.py::"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from compressed import decoded, load, logits, save_compressed, save_mixture
+from models import save_adapter
 
 from safe_loading import check_checkpoint, load_peft_on_rank, merge_lora_checkpoint, meta_model
-from safe_loading.errors import AdapterError, ArgumentError, MergeError
+from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, MergeError
 
 integration = pytest.importorskip("transformers.integrations.compressed_tensors")
 pytestmark = pytest.mark.skipif(
@@ -75,6 +76,18 @@ def test_experts_of_another_group_than_the_other_layers_beside_plain_ones(option
     ours, plain = load_peft_on_rank(base, adapter, base_kwargs=options).get_base_model(), load(tmp_path / "plain")
     for layer, within in ((0, 1e-9), (1, WITHIN["W8A16"])):
         assert worst(ours, plain, f"layers.{layer}.mlp.experts") < within
+
+
+def test_a_base_that_cannot_stay_packed_is_refused_with_a_load_that_decodes_it(tmp_path: Path) -> None:
+    """transformers makes no place for packed zero points (AWQ of llm-compressor) before it decodes them."""
+    base, _ = save_compressed(tmp_path, "W4A16_ASYM")
+    adapter = save_adapter(tmp_path / "head", tmp_path / "plain", target_modules=["lm_head"])
+    with pytest.raises(
+        CheckpointError, match=r"cannot load the base: .*\. Load it decoded: base_kwargs=.*dequantize=True"
+    ):
+        load_peft_on_rank(base, adapter)
+    ours = load_peft_on_rank(base, adapter, base_kwargs=OPTIONS).get_base_model()
+    assert worst(ours, load(tmp_path / "plain"), "mlp") < WITHIN["W4A16_ASYM"]
 
 
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W8A8"])
