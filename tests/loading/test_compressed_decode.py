@@ -44,6 +44,12 @@ def test_each_layer_is_decoded_by_its_own_group(first: str, second: str, tmp_pat
     assert (finding.code, finding.severity) == ("decoded-wrongly", "warning")
 
 
+def test_embeddings_of_a_group_of_their_own_are_decoded_by_it(tmp_path: Path) -> None:
+    base, adapter = save_compressed(tmp_path, {"W4A16": ["Linear"], "W8A16": ["Embedding"]})
+    ours = load_peft_on_rank(base, adapter, base_kwargs=OPTIONS).get_base_model()
+    assert worst(ours, load(tmp_path / "plain"), "embed_tokens") < WITHIN["W8A16"]
+
+
 def test_groups_are_decoded_as_by_the_first_forward_pass(tmp_path: Path) -> None:
     base, adapter = save_compressed(tmp_path, {"W4A16": [ATTENTION], "W8A16": [MLP]})
     wrong, right = load(base, **OPTIONS), load(base)

@@ -136,7 +136,8 @@ def each_by_its_group() -> list[AbstractContextManager[object]]:
             return _experts(input_dict, name, config, kwargs["model"].get_parameter(name).dtype)
         operation = copy.copy(self)
         if "weight_scale" in input_dict:
-            operation.scheme = _scheme_of(config, [name.rpartition(".")[0]])
+            path = name.rpartition(".")[0]
+            operation.scheme = _scheme_of(config, [path], kwargs["model"].get_submodule(path))
         return convert(operation, input_dict, *args, **kwargs)
 
     return [patched(engine, "convert", convert_each)]
@@ -148,12 +149,12 @@ def _experts(tensors: _Tensors, name: str, config: Any, dtype: torch.dtype) -> d
     for pattern, values in tensors.items():
         layer, _, role = pattern.rpartition(".")
         by_layer.setdefault(layer, {})[role] = values
-    weights = {}
+    weights, linear = {}, torch.nn.Linear(1, 1, device="meta")  # as each was when it was quantized
     for layer, roles in by_layer.items():
         if "weight_scale" not in roles:  # of a layer that is not quantized
             weights[f"{layer}.weight"] = roles["weight"]
             continue
-        weights[f"{layer}.weight"] = _stacked(roles, _scheme_of(config, _names_of(layer, name)), config, dtype)
+        weights[f"{layer}.weight"] = _stacked(roles, _scheme_of(config, _names_of(layer, name), linear), config, dtype)
     return weights
 
 
@@ -184,7 +185,7 @@ def _names_of(layer: str, name: str) -> list[str]:
     return [f"{name.rpartition('.')[0]}.0.{pattern.rpartition('.')[2]}", f"{inside[0] if inside else ''}{pattern}"]
 
 
-def _scheme_of(config: Any, names: Iterable[str]) -> Any:
+def _scheme_of(config: Any, names: Sequence[str], layer: nn.Module) -> Any:
     """Return the scheme of the config group that names a layer, by the first of its names that one does."""
     from compressed_tensors.utils.match import match_targets
 
@@ -192,12 +193,11 @@ def _scheme_of(config: Any, names: Iterable[str]) -> Any:
     if all((scheme.weights, scheme.format) == (schemes[0].weights, schemes[0].format) for scheme in schemes):
         return schemes[0]
     by_target = {target: scheme for scheme in schemes for target in scheme.targets}
-    any_layer, linear = torch.nn.Module(), torch.nn.Linear(1, 1, device="meta")
-    for kind in (any_layer, linear):  # by name or pattern, which say more than a class
+    for kind in (nn.Module(), layer):  # by name or pattern first, which say more than a class
         for name in names:
             for target in match_targets(name, kind, by_target):
                 return by_target[target]
-    raise ValueError(f"no config group of quantization_config names {next(iter(names))}")
+    raise ValueError(f"no config group of quantization_config names {names[0]}")
 
 
 def has_scheme(module: nn.Module) -> bool:
