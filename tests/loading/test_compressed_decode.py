@@ -44,6 +44,18 @@ def test_each_layer_is_decoded_by_its_own_group(first: str, second: str, tmp_pat
     assert (finding.code, finding.severity) == ("decoded-wrongly", "warning")
 
 
+def test_codes_tell_the_group_of_a_layer_that_two_groups_name(tmp_path: Path) -> None:
+    """As unsloth publishes NVFP4: the last layers are in fp8, and the names of the other group are theirs, too."""
+    groups = {"FP8_DYNAMIC": [ATTENTION, r"re:.*layers\.0\.mlp.*"], "NVFP4": [r"re:.*layers\.1\.mlp.*"]}
+    base, adapter = save_compressed(tmp_path, groups)
+    document = json.loads((base / "config.json").read_text())
+    document["quantization_config"]["config_groups"]["group_1"]["targets"] = ["re:.*(mlp)\\..*_proj$"]
+    (base / "config.json").write_text(json.dumps(document))
+    ours, plain = load_peft_on_rank(base, adapter, base_kwargs=OPTIONS).get_base_model(), load(tmp_path / "plain")
+    for part, preset in (("layers.0.mlp", "FP8_DYNAMIC"), ("layers.1.mlp", "NVFP4"), ("self_attn", "FP8_DYNAMIC")):
+        assert worst(ours, plain, part) < WITHIN[preset]
+
+
 def test_embeddings_of_a_group_of_their_own_are_decoded_by_it(tmp_path: Path) -> None:
     base, adapter = save_compressed(tmp_path, {"W4A16": ["Linear"], "W8A16": ["Embedding"]})
     ours = load_peft_on_rank(base, adapter, base_kwargs=OPTIONS).get_base_model()

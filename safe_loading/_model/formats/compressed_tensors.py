@@ -137,7 +137,7 @@ def each_by_its_group() -> list[AbstractContextManager[object]]:
         operation = copy.copy(self)
         if "weight_scale" in input_dict:
             path = name.rpartition(".")[0]
-            operation.scheme = _scheme_of(config, [path], kwargs["model"].get_submodule(path))
+            operation.scheme = _scheme_of(config, [path], kwargs["model"].get_submodule(path), input_dict)
         return convert(operation, input_dict, *args, **kwargs)
 
     return [patched(engine, "convert", convert_each)]
@@ -154,7 +154,8 @@ def _experts(tensors: _Tensors, name: str, config: Any, dtype: torch.dtype) -> d
         if "weight_scale" not in roles:  # of a layer that is not quantized
             weights[f"{layer}.weight"] = roles["weight"]
             continue
-        weights[f"{layer}.weight"] = _stacked(roles, _scheme_of(config, _names_of(layer, name), linear), config, dtype)
+        scheme = _scheme_of(config, _names_of(layer, name), linear, roles)
+        weights[f"{layer}.weight"] = _stacked(roles, scheme, config, dtype)
     return weights
 
 
@@ -167,7 +168,7 @@ def _stacked(roles: Mapping[str, Any], scheme: Any, config: Any, dtype: torch.dt
     compressor: Any = BaseCompressor.get_value_from_registry(getattr(kind, "value", kind))
     lists = {role: values if isinstance(values, list) else [values] for role, values in roles.items()}
     weights = (
-        compressor.decompress(dict(zip(lists, of_one, strict=True)), scheme)["weight"]
+        compressor.decompress(_with_shape(dict(zip(lists, of_one, strict=True)), scheme), scheme)["weight"]
         for of_one in zip(*lists.values(), strict=True)
     )
     first = next(weights)
@@ -178,6 +179,14 @@ def _stacked(roles: Mapping[str, Any], scheme: Any, config: Any, dtype: torch.dt
     return stacked
 
 
+def _with_shape(tensors: dict[str, torch.Tensor], scheme: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of an expert with the shape of its weight, which some files lack."""
+    packed, shape = tensors.get("weight_packed"), tensors.get("weight_shape")
+    if packed is None or packed.dtype != torch.int32 or (shape is not None and shape.numel()):
+        return tensors
+    return {**tensors, "weight_shape": torch.tensor([len(packed), packed.shape[1] * 32 // scheme.weights.num_bits])}
+
+
 def _names_of(layer: str, name: str) -> list[str]:
     """Return the names of a layer of the first expert, in the model and on disk, by its pattern and its parameter."""
     pattern = layer.replace("\\", "").lstrip("^.").replace("*", "0")
@@ -185,11 +194,15 @@ def _names_of(layer: str, name: str) -> list[str]:
     return [f"{name.rpartition('.')[0]}.0.{pattern.rpartition('.')[2]}", f"{inside[0] if inside else ''}{pattern}"]
 
 
-def _scheme_of(config: Any, names: Sequence[str], layer: nn.Module) -> Any:
-    """Return the scheme of the config group that names a layer, by the first of its names that one does."""
+def _scheme_of(config: Any, names: Sequence[str], layer: nn.Module, roles: _Tensors) -> Any:
+    """Return the scheme of the config group that names a layer, by the first of its names that one does.
+
+    Of groups that all name it (published so, for single layers), it is one whose codes the layer has.
+    """
     from compressed_tensors.utils.match import match_targets
 
     schemes = [scheme for scheme in config.config_groups.values() if scheme.weights is not None]
+    schemes = [scheme for scheme in schemes if _has_codes_of(scheme.weights, roles)] or schemes
     if all((scheme.weights, scheme.format) == (schemes[0].weights, schemes[0].format) for scheme in schemes):
         return schemes[0]
     by_target = {target: scheme for scheme in schemes for target in scheme.targets}
@@ -198,6 +211,20 @@ def _scheme_of(config: Any, names: Sequence[str], layer: nn.Module) -> Any:
             for target in match_targets(name, kind, by_target):
                 return by_target[target]
     raise ValueError(f"no config group of quantization_config names {names[0]}")
+
+
+def _has_codes_of(weights: Any, roles: _Tensors) -> bool:
+    """Return whether the tensors of a layer can be codes of these arguments, by their dtype and their bits."""
+    first = {role: each[0] if isinstance(each, list) else each for role, each in roles.items()}
+    kind, packed = getattr(weights.type, "value", weights.type), first.get("weight_packed")
+    if packed is None:
+        codes = first.get("weight")
+        return weights.num_bits == 8 and (codes is None or codes.is_floating_point() == (kind == "float"))
+    if packed.dtype != torch.int32:
+        return bool(kind == "float" and weights.num_bits < 8)
+    shape = first.get("weight_shape")
+    columns = int(shape[-1]) if shape is not None and shape.numel() else None
+    return bool(kind == "int" and (columns is None or packed.shape[-1] == -(-columns * weights.num_bits // 32)))
 
 
 def has_scheme(module: nn.Module) -> bool:
