@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,31 @@ from safe_loading import CheckpointError, meta_model
 from safe_loading._model.layout import layout
 from safe_loading._model.tensors import walk_modules
 from safe_loading._sharding.open_source import open_source
+
+
+def test_codes_are_refused_with_the_road_of_their_own_format(tmp_path: Path) -> None:
+    """And with none where transformers alone would decode them wrongly."""
+    plain = save_llama(tmp_path / "plain", torch.bfloat16, hidden_size=64, intermediate_size=64)
+    codes = Path(shutil.copytree(plain, tmp_path / "codes"))
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.ones(64, 1)
+
+    changed(codes, pack)
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights}
+    for groups, road in (
+        ([group], r"CompressedTensorsConfig\(dequantize=True\)"),
+        ([group, {**group, "weights": {**weights, "strategy": "tensor"}}], "take the one that it was made of"),
+    ):
+        config = json.loads((plain / "config.json").read_text())
+        named = {str(index): each for index, each in enumerate(groups)}
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": named}
+        (codes / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=rf"which is quantized. To pass a plain checkpoint, .*{road}"):
+            open_source(codes, meta_model(plain))
 
 
 def changed(folder: Path, change: Any) -> None:
