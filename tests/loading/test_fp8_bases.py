@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from safe_loading import load_peft_on_rank
+from safe_loading._model.formats.registry import decoded_rightly
 
 BLOCK = 16
 SIZES = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
@@ -64,6 +66,15 @@ def test_blocks_at_the_edge_of_a_weight_are_decoded_with_their_own_scale(width: 
     ours = load_peft_on_rank(base, adapter)
     codes = [finding.code for finding in ours.load_report.findings]
     assert codes == ([] if width % BLOCK == 0 else ["decoded-wrongly"])
+    assert_same(ours.get_base_model(), AutoModelForCausalLM.from_pretrained(plain))
+
+
+@needs("transformers", "5.16")
+def test_a_load_decodes_while_another_thread_is_loading(tmp_path: Path) -> None:
+    base, plain = save_fp8(tmp_path, LlamaForCausalLM(LlamaConfig(intermediate_size=24, **SIZES)))
+    adapter = save_adapter(tmp_path / "adapter", plain)
+    with ThreadPoolExecutor(1) as other, decoded_rightly({"quant_method": "fp8"}):
+        ours = other.submit(load_peft_on_rank, base, adapter).result()
     assert_same(ours.get_base_model(), AutoModelForCausalLM.from_pretrained(plain))
 
 

@@ -128,7 +128,7 @@ def each_by_its_group() -> list[AbstractContextManager[object]]:
     engine: Any = getattr(integration, _DECODES, None)
     if engine is None:
         return []
-    convert: Callable[..., dict[str, Any]] = vars(engine)["convert"]
+    convert: Callable[..., dict[str, Any]] = engine.convert  # in this thread
 
     def convert_each(self: Any, input_dict: _Tensors, *args: Any, **kwargs: Any) -> dict[str, Any]:
         config, name = self.hf_quantizer.compressor.quantization_config, kwargs["full_layer_name"]

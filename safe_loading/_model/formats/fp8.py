@@ -183,7 +183,7 @@ def whole_blocks() -> list[AbstractContextManager[object]]:
     engine: Any = getattr(finegrained_fp8, "Fp8Dequantize", None)
     if not hasattr(engine, _DECODES):  # older releases decode in another function
         return []
-    decode: Callable[..., torch.Tensor] = vars(engine)[_DECODES]
+    decode: Callable[..., torch.Tensor] = getattr(engine, _DECODES)  # in this thread
 
     def decode_whole(self: Any, codes: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         missing = _missing(codes, scales, getattr(self.hf_quantizer.quantization_config, "weight_block_size", None))
