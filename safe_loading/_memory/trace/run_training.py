@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from safe_loading._core.optimizer_rules import OptimizerRule
+from safe_loading._core.walk import unordered_modules
 from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
@@ -49,6 +50,7 @@ def run_training(
     sharded_reference: torch.nn.Module | None,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
+    _run_every_layer(model, ledger)
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     optimizer, first_update = _make_optimizer(workload, trained.stepped, embeddings, ledger)
     importance = _Importance(model, trained, ledger)
@@ -86,6 +88,28 @@ def run_training(
     trained.after_step()
     trained.drop_gradients()
     held.clear()
+
+
+def _run_every_layer(model: torch.nn.Module, ledger: Ledger) -> None:
+    """Let LayerDrop skip no layer: a training comes to such a step, and none takes more.
+
+    A model with LayerDrop draws in each step which of its layers run. The trace's snapshot gives modules and configs
+    their rates back.
+    """
+    modules = list(unordered_modules(model))
+    configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
+    largest = 0.0
+    for holder in (*modules, *configs.values()):
+        attributes = getattr(holder, "__dict__", {})
+        rates = {name: attributes[name] for name in attributes if name.endswith("layerdrop")}
+        for name, rate in rates.items():
+            if isinstance(rate, (int, float)) and rate > 0:
+                largest = max(largest, rate)
+                setattr(holder, name, type(rate)(0))  # configs of transformers check the type
+    if largest:
+        ledger.left_out.append(
+            f"LayerDrop is taken to skip no layer, at a rate of {largest:g}: steps in which it skips some take less."
+        )
 
 
 def _run_micro_batches(
