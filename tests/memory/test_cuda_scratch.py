@@ -207,6 +207,9 @@ KERNELS = """
             kernels = torch.empty(8, 3, 2, 8, 8, dtype=dtype, device="cuda")
             for x in (video, video.contiguous(), video.to(memory_format=torch.channels_last_3d)):
                 compare(aten.convolution.default, x, kernels, None, [2, 8, 8], [0] * 3, [1] * 3, False, [0] * 3, 1)
+            tokens = torch.empty(2, 16, 8, 1, dtype=dtype, device="cuda")
+            for x in (tokens, tokens.transpose(1, 2)):
+                compare(aten.im2col.default, x, [9, 1], [1, 1], [4, 0], [1, 1])
         scores = torch.empty(2, 8, 128, 128, device="cuda")
         compare(aten._safe_softmax.default, scores, -1)
         compare(aten._softmax_backward_data.default, scores, scores, -1, torch.float32)

@@ -61,7 +61,13 @@ def card_of(capability: tuple[int, int]) -> Processors:
 
 
 def outputs_of(call: OperationCall, out: object) -> object:
-    """Return the outputs of a call in the dtypes of this context's card, where the CPU's kernel has others."""
+    """Return the outputs of a call in the dtypes of this context's card, where the CPU's kernel has others.
+
+    What folds patches together (`_PATCHES`) shrinks a tensor as large as its input, whose memory stays, on any device.
+    """
+    if call.func in _PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
+        x = call.args[0]
+        return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
     if CARD.get() is None or call.func is not aten.native_layer_norm.default or not isinstance(out, tuple):
         return out
     # layer_norm_cuda keeps its statistics in the dtype in which it adds up
@@ -106,6 +112,7 @@ _RULES = {
 }
 
 CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
+_PATCHES = frozenset({aten.im2col.default, aten.col2im.default})
 _TABLE = 6  # the place of the first table among their arguments
 
 _OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
@@ -115,6 +122,10 @@ def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[in
     """Return the bytes of each buffer that a call takes while it runs on the card of this context, in their order."""
     if call.func in CTC_BACKWARD:  # the second table, from the end of the texts, on any device
         return (call.args[_TABLE].nbytes,)
+    if call.func in _PATCHES and outputs:
+        x = call.args[0]
+        copied = () if x.is_contiguous() else (x.nbytes,)
+        return (*copied, x.nbytes) if outputs[0].nbytes > x.nbytes else copied  # an output starts as large as the input
     card, rule = CARD.get(), _RULES.get(call.func)
     if card is None or not outputs:
         return ()
@@ -250,7 +261,7 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     **dict.fromkeys(_CONTIGUOUS, _of_contiguous),
 }
 # which take it before their output
-SCRATCH_FIRST = frozenset({aten.index.Tensor, aten.convolution.default, *_CONTIGUOUS})
+SCRATCH_FIRST = frozenset({aten.index.Tensor, aten.convolution.default, *_PATCHES, *_CONTIGUOUS})
 
 
 def _reduced(call: OperationCall, dims: int) -> frozenset[int]:
