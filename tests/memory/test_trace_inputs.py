@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_config
+from tiny_models import skip_unless_buildable, tiny_config
 from torch import nn
 from transformers import BartConfig, BertConfig, NllbMoeConfig
 
@@ -105,6 +105,19 @@ def test_a_classifier_beside_a_decoder_answers_once_and_an_encoder_has_no_cache(
     assert trace.calls["classification_head"] == trace.calls["model.decoder"] == 1
     config = transformers.T5Config(d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, vocab_size=101)
     assert trace_step(made("T5EncoderModel", config), PROMPT).calls["encoder"] == 1
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"])], ids=["whole", "lora"])
+@pytest.mark.parametrize("name", ["T5GemmaForTokenClassification", "T5Gemma2ForSequenceClassification"])
+def test_a_classifier_that_turns_its_cache_off_itself_is_not_told_to(name: str, adapter: LoraConfig | None) -> None:
+    """Its ``**kwargs`` go where ``use_cache=False`` goes, so that nobody may pass the argument."""
+    skip_unless_buildable(name)
+    model = made(name)
+    step = TRAIN.replace(adapter=adapter)
+    batch = {key: torch.ones(2, 16, dtype=torch.long) for key in ("input_ids", "attention_mask", "decoder_input_ids")}
+    assert trace_step(model, step, inputs=batch).devices[0].peak_bytes
+    if adapter is None:
+        assert trace_step(model, PROMPT, inputs=batch).devices[0].peak_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,18 +40,22 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
     """Return the arguments of the model's forward by name, and whether each is required.
 
     Where a forward takes ``**kwargs``, the arguments of that which it passes them to are included: of the class that it
-    derives from, and of the model inside it. Where one of them takes none, no others can be passed.
+    derives from, and of the model inside it, but for those that it passes by itself. Where one of them takes none, no
+    others can be passed.
     """
     names: dict[str, bool] = {}
+    passed: set[str] = set()  # by a forward itself, beside its **kwargs, which may then not hold them
     for _ in range(_MOST_WRAPPERS):
         for forward in _forwards(model):
             parameters = inspect.signature(forward).parameters
             for name, parameter in parameters.items():
-                if parameter.kind not in _VARIADIC:
+                if parameter.kind not in _VARIADIC and name not in passed:
                     names.setdefault(name, parameter.default is inspect.Parameter.empty)
             if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
                 return names
-        if hasattr(text_config(getattr(model, "config", None)), "use_cache"):
+            passed |= _passed_beside_others(forward) - names.keys()
+        caches = hasattr(text_config(getattr(model, "config", None)), "use_cache")
+        if caches and "use_cache" not in passed | _passed_beside_others(engine_base(model).forward):
             names.setdefault("use_cache", False)  # which the model inside it takes
         inner = _inner_model(model)
         if inner is None:
@@ -72,6 +78,19 @@ def _forwards(model: torch.nn.Module) -> Iterator[Callable[..., object]]:
             yield functools.partial(own, model)
         if is_of_engine(cls):
             return
+
+
+def _passed_beside_others(forward: Callable[..., object]) -> set[str]:
+    """Return the arguments that a forward names in calls to which it passes its ``**kwargs``, too."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):  # no source, or none of a function by itself
+        return set()
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    named = [{keyword.arg for keyword in call.keywords} for call in calls]
+    return {name for names in named if None in names for name in names if name is not None}
 
 
 def is_of_engine(cls: type) -> bool:
