@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from allocator_truth import above_start, generation
 from peft import LoraConfig, get_peft_model
 from tiny_models import skip_unless_buildable, tiny_config
 from torch import nn
@@ -118,6 +119,29 @@ def test_a_classifier_that_turns_its_cache_off_itself_is_not_told_to(name: str, 
     assert trace_step(model, step, inputs=batch).devices[0].peak_bytes
     if adapter is None:
         assert trace_step(model, PROMPT, inputs=batch).devices[0].peak_bytes
+
+
+def switching() -> Any:
+    """An encoder that refuses a cache, and routers whose forward moves their layer to float32."""
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_experts": 1, "vocab_size": 101}
+    layers = dict.fromkeys(("num_layers", "num_decoder_layers"), 2)
+    layers |= dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1)
+    torch.manual_seed(0)
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**sizes, **layers, decoder_start_token_id=0)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_that_moves_a_layer_of_its_own(dtype: torch.dtype) -> None:
+    """On a model that was never traced before: what torch keeps of fake tensors made the first trace fail."""
+    trace = trace_step(switching().to(dtype), TRAIN)
+    assert trace.calls["encoder.block.1.layer.1.mlp.router.classifier"] == 1
+
+
+def test_generation_asks_no_encoder_for_a_cache() -> None:
+    forecast = above_start(trace_step(switching(), PROMPT), "prefill", "decode")
+    assert forecast == pytest.approx(generation(switching(), 2, 16), rel=2e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

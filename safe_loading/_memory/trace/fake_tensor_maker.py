@@ -5,8 +5,12 @@ A traced step makes tens of thousands of them: a Llama of 405B parameters 37 000
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from safe_loading._core.thread_patches import do_nothing
 
 
 class FakeTensorMaker:
@@ -14,6 +18,10 @@ class FakeTensorMaker:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
+        # the mode refers weakly to each tensor that it makes, with which no tensor of a module can be swapped for
+        # another: that is what torch does with fake ones where a forward calls `to` of a module
+        converter: Any = mode.fake_tensor_converter
+        converter.set_tensor_memo = do_nothing
         self._attributes: dict[torch.device, dict[str, object]] = {}
         unsafe = getattr(mode, "_allow_unsafe_data_ptr_access", True)
         guards = torch._C._set_warn_deprecated_on_mutable_data_ptr, torch._C._set_throw_on_mutable_data_ptr

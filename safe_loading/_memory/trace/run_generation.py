@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutput
@@ -90,12 +91,23 @@ def _forward_passes(
 
 @contextlib.contextmanager
 def _encoder_output(model: torch.nn.Module | None) -> Iterator[list[object]]:
-    """Collect the outputs of the model's encoder, which generate() passes to the decoder as they are."""
+    """Collect the outputs of the model's encoder, which generate() passes to the decoder as they are.
+
+    generate() asks the decoder alone for a cache, which some encoders refuse.
+    """
     outputs: list[object] = []
     get_encoder = getattr(engine_model(model), "get_encoder", None) if model is not None else None
     encoder = get_encoder() if callable(get_encoder) else None
     if not isinstance(encoder, torch.nn.Module):
         yield outputs
         return
-    with encoder.register_forward_hook(lambda _, __, out: outputs.append(out) if isinstance(out, dict) else None):
+    asked = encoder.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    with (
+        asked,
+        encoder.register_forward_hook(lambda _, __, out: outputs.append(out) if isinstance(out, dict) else None),
+    ):
         yield outputs
+
+
+def _without_cache(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name != "use_cache" or not value}
