@@ -210,6 +210,10 @@ KERNELS = """
             tokens = torch.empty(2, 16, 8, 1, dtype=dtype, device="cuda")
             for x in (tokens, tokens.transpose(1, 2)):
                 compare(aten.im2col.default, x, [9, 1], [1, 1], [4, 0], [1, 1])
+            for x in (ordered, ordered.transpose(1, 2), image, image.transpose(2, 3)):
+                norm = torch.ones(x.shape[1], device="cuda")
+                for training in (True, False):
+                    compare(aten.native_batch_norm.default, x, norm, norm, norm, norm, training, 0.1, 1e-5)
         scores = torch.empty(2, 8, 128, 128, device="cuda")
         compare(aten._safe_softmax.default, scores, -1)
         compare(aten._softmax_backward_data.default, scores, scores, -1, torch.float32)

@@ -3,8 +3,9 @@
 A few operations choose a kernel by the device of their input, and the choice changes what is kept for the backward
 pass. Tracing happens on fake CPU tensors, because a torch without CUDA cannot hold fake CUDA ones. So inside
 `cuda_paths` these functions of ``torch.nn.functional`` take CUDA's choice, and allocate for a moment what a CUDA kernel
-allocates as scratch. The facts are those of ``aten/src/ATen/native`` (SoftMax.cpp and cuda/SoftMax.cu, Dropout.cpp),
-torch 2.4 to 2.13; those of attention are in ``cuda_attention.py``, those of reductions in ``cuda_scratch.py``.
+allocates as scratch. The facts are those of ``aten/src/ATen/native`` (SoftMax.cpp and cuda/SoftMax.cu, Dropout.cpp,
+Normalization.cpp), torch 2.4 to 2.13; those of attention are in ``cuda_attention.py``, those of reductions in
+``cuda_scratch.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Protocol
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional
 
 from safe_loading._core.thread_patches import answer_no, answer_yes, patched, seen_here
@@ -29,7 +31,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 @contextlib.contextmanager
 def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, softmax, dropout, attention and optimizers allocate as they do on a GPU of this compute capability.
+    """Inside, softmax, dropout, norms, attention and optimizers allocate as on a GPU of this compute capability.
 
     None stands for an accelerator other than an NVIDIA GPU: Dropout.cpp treats it as CUDA, and nothing else is known.
     """
@@ -37,7 +39,7 @@ def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
         names = ["dropout"]
         grouped: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     else:
-        names = ["softmax", "dropout", "scaled_dot_product_attention"]
+        names = ["softmax", "dropout", "scaled_dot_product_attention", "batch_norm"]
         grouped = _grouped_products(capability >= AMPERE)
     functions = _CudaFunctions(capability or (0, 0))
     token = CARD.set(None if capability is None else card_of(capability))
@@ -81,6 +83,7 @@ class _CudaFunctions:
         self._capability = capability
         self._softmax: Callable[..., torch.Tensor] = seen_here(functional, "softmax")
         self._dropout: Callable[..., torch.Tensor] = seen_here(functional, "dropout")
+        self._batch_norm: Callable[..., torch.Tensor] = seen_here(functional, "batch_norm")
         self._attention: Callable[..., torch.Tensor] = seen_here(functional, "scaled_dot_product_attention")
 
     def softmax(
@@ -104,6 +107,25 @@ class _CudaFunctions:
         if not training or inplace or not 0.0 < p < 1.0 or x.numel() == 0:
             return self._dropout(x, p, training, inplace)
         return torch.native_dropout(x, p, True)[0]
+
+    def batch_norm(
+        self,
+        input: torch.Tensor,  # noqa: A002 - as for softmax
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        """Put an input in order first where cuDNN normalizes it, whose backward pass reads it, too."""
+        x = input
+        # `_select_batch_norm_backend` of Normalization.cpp
+        takes = weight is not None and bias is not None and weight.dtype == torch.float32 and x.dim() >= 3
+        if takes and x.dtype in (torch.float32, torch.float16) and x.shape[0] <= (880801 if training else 65535):
+            x = x.contiguous(memory_format=suggest_memory_format(x))
+        return self._batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
     def scaled_dot_product_attention(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from .operation import OperationCall
 
@@ -61,14 +62,18 @@ def card_of(capability: tuple[int, int]) -> Processors:
 
 
 def outputs_of(call: OperationCall, out: object) -> object:
-    """Return the outputs of a call in the dtypes of this context's card, where the CPU's kernel has others.
+    """Return the outputs of a call as the kernels of this context's card make them, where fake tensors are others.
 
     What folds patches together (`_PATCHES`) shrinks a tensor as large as its input, whose memory stays, on any device.
     """
     if call.func in _PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
         x = call.args[0]
         return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
-    if CARD.get() is None or call.func is not aten.native_layer_norm.default or not isinstance(out, tuple):
+    if not isinstance(out, tuple):
+        return out
+    if call.func is aten.native_batch_norm.default and CARD.get() is None and not _is_in_order(call.args[0]):
+        return torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:]  # as batch_norm_cpu makes it
+    if CARD.get() is None or call.func is not aten.native_layer_norm.default:
         return out
     # layer_norm_cuda keeps its statistics in the dtype in which it adds up
     return out[0], *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
@@ -113,6 +118,7 @@ _RULES = {
 
 CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
 _PATCHES = frozenset({aten.im2col.default, aten.col2im.default})
+_TRAINING = 5  # the place of the switch among the arguments of a batch norm
 _TABLE = 6  # the place of the first table among their arguments
 
 _OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
@@ -238,6 +244,17 @@ def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) ->
     return tuple(each.nbytes for each in (x, weight) if not each.is_contiguous(memory_format=order))
 
 
+def _of_batch_norm(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copy in float32 from which statistics of bfloat16 in no usual order are computed."""
+    x, training = call.args[0], call.args[_TRAINING]
+    return (2 * x.nbytes,) if training and x.dtype == torch.bfloat16 and not _is_in_order(x) else ()
+
+
+def _is_in_order(x: torch.Tensor) -> bool:
+    """Whether an image or a sequence lies with its channels first or last."""
+    return x.is_contiguous() or x.is_contiguous(memory_format=suggest_memory_format(x))
+
+
 # the kernels that read their first tensors in order alone, and how many these are
 _CONTIGUOUS: dict[object, int] = {
     aten.native_layer_norm.default: 1,
@@ -258,6 +275,7 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     aten.index_put.default: _of_index_put,
     aten.index_put_.default: _of_index_put,
     aten.convolution.default: _of_convolution,
+    aten.native_batch_norm.default: _of_batch_norm,
     **dict.fromkeys(_CONTIGUOUS, _of_contiguous),
 }
 # which take it before their output
