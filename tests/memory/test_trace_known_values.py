@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from allocator_truth import above_start, training
 from torch import nn
 from transformers import PreTrainedConfig
@@ -228,3 +229,52 @@ def test_unknown_numbers_are_assumed_finite() -> None:
     found, trace = seen(look)
     assert found == [True, True, False, False, False, False]
     assert trace.assumptions == ("numbers whose values are unknown are finite",)
+
+
+class _Wide(nn.Module):
+    """Counts the hidden tokens of rows in a mask for every pair of tokens, of which it may write to one part first."""
+
+    def __init__(self, *, write: bool = False, read_others: bool = False) -> None:
+        super().__init__()
+        self.scale, self.write, self.read_others = nn.Parameter(torch.ones(1)), write, read_others
+
+    def forward(self, mask: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(mask.shape[1], device=mask.device)
+        seen = (mask[:, None, None, :] > 0) & (tokens[None, None, :, None] >= 0)
+        wide = torch.where(seen, 0.0, -1.0)
+        row = wide[:, 0, 0, :]
+        if self.write:
+            row.masked_fill_(tokens == 0, -1.0)
+        hidden = (wide[:, 0, 1, :] if self.read_others else row).lt(0).nonzero()
+        return hidden.float() * self.scale
+
+
+def counted(module: nn.Module) -> int:
+    """Return how many tokens are hidden, by the size of what the module returns."""
+    mask = torch.ones(2, 4096, dtype=torch.long)
+    mask[1, -7:] = 0
+    trace = trace_step(module, Workload.train(2, 4096, labels=False, optimizer="none"), inputs={"mask": mask})
+    (made,) = {made.bytes for made in trace.allocations if "aten.mul" in made.op}
+    return made // 8
+
+
+def test_a_mask_for_every_pair_of_tokens_is_known_where_it_repeats_that_of_the_tokens() -> None:
+    assert counted(_Wide()) == counted(_Wide(read_others=True)) == 7
+
+
+def test_what_is_written_to_one_part_of_it_is_not_taken_for_the_others() -> None:
+    assert counted(_Wide(write=True)) == 9
+    with pytest.raises(TraceError, match="depends on values"):
+        counted(_Wide(write=True, read_others=True))
+
+
+@pytest.mark.parametrize("name", ["LongformerForSequenceClassification", "LongformerForTokenClassification"])
+def test_windows_of_attention_beside_global_tokens(name: str) -> None:
+    """A Longformer pads its tokens to whole windows, and asks its mask for the tokens that attend to all."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 251}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 1100, "attention_window": [512, 512]}
+    model: Any = getattr(transformers, name)(transformers.LongformerConfig(**sizes, num_labels=6))
+    trace = trace_step(model, Workload.train(2, 600, optimizer="none"))
+    real = training(model, 2, 600, checkpointing=False)["train"]
+    assert above_start(trace, "forward", "backward") == pytest.approx(real, rel=1e-2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,19 @@ MAX_ZEROED = 64  # of an uninitialized integer or boolean tensor that is read as
 aten = torch.ops.aten
 _UNINITIALIZED = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
+)
+# operations whose output lies in the memory of their input
+_VIEWS = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+    }
 )
 # operations that choose among scores; the position of the chosen indices among the outputs, None for the only output
 _CHOICES: dict[OpOverload[..., Any], int | None] = {
@@ -59,6 +72,7 @@ class KnownValues:
         self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._most, self._most_floats = MAX_ELEMENTS, MAX_FLOATS
         self.generators = OwnGenerators(seed)
+        self._repeated: dict[int, torch.Tensor] = {}  # by storage, values that stand for many elements
         self.assumptions: dict[str, None] = {}  # a set that keeps its order
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
@@ -172,8 +186,11 @@ class KnownValues:
     def _assume(self, assumption: str) -> None:
         self.assumptions.setdefault(assumption)
 
-    def compute(self, call: OperationCall) -> object:
-        """Return an operation's result for the real values; None when an input is unknown or the operation fails."""
+    def compute(self, call: OperationCall, same: Sequence[int] = ()) -> object:
+        """Return an operation's result for the real values; None when an input is unknown or the operation fails.
+
+        Of the dimensions `same`, counted from the last, one element is taken.
+        """
         if any(isinstance(each, FakeTensor) and each not in self._values for each in call.args):
             return None  # the answer for nearly every operation, found before anything is taken apart
         leaves, spec = tree_flatten((call.args, call.kwargs))
@@ -181,9 +198,9 @@ class KnownValues:
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 value = self.get(leaf)
-                if value is None:
+                if value is None or (value.numel() > MAX_INPUT and not same and call.func not in _VIEWS):
                     return None
-                real.append(value)
+                real.append(_one_of_each(value, same))
             else:
                 # fake devices such as cpu:1 do not exist for real tensors
                 real.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
@@ -210,6 +227,8 @@ class KnownValues:
         elif not self._is_small(out):
             if call.mutates:
                 self._forget(call)
+            elif (repeated := self._compute_repeated(call, out)) is not None:
+                self._values[out] = repeated
         elif call.func.overloadpacket in _UNINITIALIZED:
             if out.numel() <= MAX_ZEROED and not out.is_floating_point():
                 self.fill(out, 0)
@@ -221,6 +240,29 @@ class KnownValues:
                 self._values[out] = value
             elif call.func in _CHOICES:
                 self._spread_evenly(call, out)
+
+    def _compute_repeated(self, call: OperationCall, out: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a large output that takes little memory: a view, or the same along some dimensions.
+
+        Such is the mask of (rows, 1, tokens, tokens) that a model makes of one of (rows, tokens). An elementwise
+        operation is computed for one element of each dimension along which none of its inputs changes.
+        """
+        if call.func in _VIEWS:
+            view = self.compute(call)
+            return view if isinstance(view, torch.Tensor) and view.shape == out.shape else None
+        inputs = [value for tensor in call.tensors() if (value := self.get(tensor)) is not None]
+        if torch.Tag.pointwise not in call.func.tags or len(inputs) < len(call.tensors()):
+            return None
+        with _on_real_tensors():
+            same = [dim for dim in range(-out.dim(), 0) if all(_is_same_along(value, dim) for value in inputs)]
+            if math.prod(size for dim, size in enumerate(out.shape, -out.dim()) if dim not in same) > MAX_FLOATS:
+                return None
+        once = self.compute(call, same)
+        if not isinstance(once, torch.Tensor):
+            return None
+        self._repeated[once.untyped_storage()._cdata] = once
+        with _on_real_tensors():
+            return once.expand(out.shape)
 
     def _propagate_several(self, call: OperationCall, outputs: tuple[object, ...] | list[object]) -> None:
         """The same for an operation with several outputs, such as ``split``."""
@@ -258,6 +300,8 @@ class KnownValues:
 
     def _update_in_place(self, call: OperationCall) -> None:
         """Repeat an operation in place on the values, or forget them; views of a value are views here too."""
+        for target in tensors_in(call.args[:1]):
+            self._own(target)
         if not any(self.get(target) is not None for target in tensors_in(call.args[:1])):
             return
         inputs_known = all(self.get(t) is not None for t in call.tensors() if isinstance(t, FakeTensor))
@@ -265,6 +309,35 @@ class KnownValues:
         returns_nothing = not call.func._schema.returns
         if not inputs_known or (self.compute(call) is None and not returns_nothing):
             self._forget(call)
+
+    def _own(self, target: torch.Tensor) -> None:
+        """Before a tensor is written to, give it values of its own, where its value stands for many elements."""
+        value = self.get(target)
+        if value is None or (key := value.untyped_storage()._cdata) not in self._repeated:
+            return
+        with _on_real_tensors():
+            for other, shared in list(self._values.items()):
+                if shared.untyped_storage()._cdata == key:
+                    del self._values[other]
+            if self._is_small(target):
+                self._values[target] = value.clone(memory_format=torch.contiguous_format)
+
+
+def _is_same_along(value: torch.Tensor, dim: int) -> bool:
+    """Whether the elements along a dimension, counted from the last, are all alike."""
+    if dim < -value.dim() or value.shape[dim] == 1 or value.stride(dim) == 0:
+        return True
+    once = _one_of_each(value, [place for place in range(-value.dim(), 0) if value.stride(place) == 0])
+    return once.numel() <= MAX_ELEMENTS and bool((once == once.narrow(dim, 0, 1)).all())
+
+
+def _one_of_each(value: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return the first element along each of some dimensions, counted from the last, as far as a value has them."""
+    with _on_real_tensors():
+        for dim in dims:
+            if dim >= -value.dim() and value.shape[dim]:
+                value = value.narrow(dim, 0, 1)
+    return value
 
 
 class _Answer(NamedTuple):
