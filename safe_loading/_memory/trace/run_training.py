@@ -228,8 +228,9 @@ def _made(workload: Workload, parameters: Sequence[torch.nn.Parameter]) -> torch
         optimizer: torch.optim.Optimizer = kind(parameters, **options)
     except (TypeError, ValueError) as error:
         raise TraceError(f"optimizer={kind.__name__} cannot be made: {_first_line(error)} {_NOT_MADE}") from error
-    if hasattr(optimizer, "train"):  # those of schedulefree, which the Trainer switches
-        optimizer.train()
+    to_train = getattr(optimizer, "train", None)  # of schedulefree's, which the Trainer calls
+    if to_train is not None:
+        to_train()
     return optimizer
 
 
