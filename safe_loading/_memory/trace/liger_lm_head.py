@@ -57,11 +57,12 @@ def liger_forward(base: Any) -> Callable[..., Any]:
     """Return a forward that computes the loss as Liger does, and no logits; the model's own where Liger leaves it."""
     own = base.forward
 
-    def unpatched(self: Any, *args: Any, fused_lm_head: bool = True, **kwargs: Any) -> Any:
+    @functools.wraps(own)
+    def unpatched(*args: Any, fused_lm_head: bool = True, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     if not is_patched(base):
-        return types.MethodType(functools.wraps(own)(unpatched), base)
+        return unpatched
 
     def forward(self: Any, *args: Any, fused_lm_head: bool = True, labels: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("num_items_in_batch", None)
