@@ -126,9 +126,18 @@ def _fused_head(args: Any) -> bool | str:
     if of_trl is not None:
         trainer = importlib.import_module(of_trl.__module__.removesuffix("_config") + "_trainer")
         return hasattr(trainer, "add_fused_lm_head")
+    return "liger" if asks_for_ligers_head(args) and args.label_smoothing_factor == 0 else False  # that is of logits
+
+
+def asks_for_liger(args: object) -> bool:
+    """Whether a Trainer lets Liger patch its model."""
+    return getattr(args, "use_liger_kernel", False) is True
+
+
+def asks_for_ligers_head(args: object) -> bool:
+    """Whether it lets Liger patch the head and the loss, too."""
     options = getattr(args, "liger_kernel_config", None) or {}
-    fused = getattr(args, "use_liger_kernel", False) is True and options.get("fused_linear_cross_entropy", True)
-    return "liger" if fused and args.label_smoothing_factor == 0 else False  # smoothing is of logits
+    return asks_for_liger(args) and options.get("fused_linear_cross_entropy", True) is True
 
 
 def _trl_class(args: object) -> type | None:

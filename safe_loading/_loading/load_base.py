@@ -20,7 +20,7 @@ from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._model.embeddings_and_head import tied_ends_of
-from safe_loading._model.formats.format import QuantizationRequest
+from safe_loading._model.formats.format import Format, QuantizationRequest
 from safe_loading._model.formats.registry import decoded_rightly, format_named
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.quantized.request import packs_on_device, read_request
@@ -155,12 +155,17 @@ def _failed(opened: ModelFolder, base_kwargs: EngineKwargs, error: Exception) ->
             f"{folder}: the host has no memory left for the base, and nothing of it stays: {error}. Free some, or "
             f"raise the process's limit (ulimit -d, ulimit -v), and load again."
         )
-    settings = quantization_of(opened.config or {})
-    known = format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
-    request = None if known is None else read_request(settings, base_kwargs.get("quantization_config"))
+    known, asked = _format_of(opened), base_kwargs.get("quantization_config")
+    request = None if known is None else read_request(quantization_of(opened.config or {}), asked)
     decoded = "" if known is None else known.dequantized_by
     advice = f". Load it decoded: {_asked_decoded(decoded)}" if decoded and not _is_decoded(request) else ""
     return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}{advice}")
+
+
+def _format_of(opened: ModelFolder) -> Format | None:
+    """Return the format of a folder's codes by its config."""
+    settings = quantization_of(opened.config or {})
+    return format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
 
 
 def _asked_decoded(config: str) -> str:
@@ -219,8 +224,7 @@ def _codes_as_values(unexpected: Sequence[str], source: str, opened: ModelFolder
     tensors = {} if checkpoint is None else checkpoint.tensors
     weights = [f"{name.rpartition('.')[0]}.weight" for name in scales]
     taken = [name for name in weights if name not in unexpected and name in tensors and BITS[tensors[name].dtype] == 8]
-    settings = quantization_of(opened.config or {})
-    known = format_named(settings.get("quant_method")) if isinstance(settings, dict) else None
+    known = _format_of(opened)
     if not taken or known is None:
         return []
     message = (

@@ -134,15 +134,19 @@ def trained_alone(model: nn.Module) -> dict[str, nn.Parameter]:
     FSDP makes its units once: what is attached later, such as an adapter, is trained by each rank alone, without an
     error. A parameter with a hook on its gradient is left out, since the hook may reduce it.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for models that it has not touched
-    units: list[Any] = [] if fsdp is None else [m for _, m in walk_modules(model) if _is_unit(m, fsdp)]
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported for models that it has not touched
+    if fsdp is None:
+        return {}
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    units: list[Any] = [module for _, module in walk_modules(model) if isinstance(module, kinds)]
     if not units:
         return {}
     parameters = dict(model.named_parameters())
-    flat = [unit._flat_param for unit in units if getattr(unit, "_flat_param", None) is not None]
-    several = [unit for unit in units if hasattr(unit, "process_group") and unit.process_group.size() > 1]
+    of_fsdp1 = [unit for unit in units if isinstance(unit, fsdp.FullyShardedDataParallel)]
+    several = any(unit.process_group.size() > 1 for unit in of_fsdp1)
     if not several and not any(_is_split(parameter) for parameter in parameters.values()):
         return {}
+    flat = [unit._flat_param for unit in of_fsdp1 if unit._flat_param is not None]
     own = {id(parameter) for each in flat for parameter in (each, *(each._params or ()))}
     return {
         name: parameter
@@ -157,10 +161,6 @@ def trained_alone(model: nn.Module) -> dict[str, nn.Parameter]:
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor of torch; without an import of torch.distributed.tensor."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
-def _is_unit(module: nn.Module, fsdp: Any) -> bool:
-    return isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def _is_split(tensor: Any) -> bool:

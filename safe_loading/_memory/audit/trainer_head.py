@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from safe_loading._core.training_args import is_padding_free, samples_of
+from safe_loading._core.training_args import asks_for_liger, asks_for_ligers_head, is_padding_free, samples_of
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.liger_lm_head import is_patched
 from safe_loading._model.peft_layers import base_of
@@ -20,7 +20,7 @@ _TAKEN = (
 )
 
 
-def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Workload | None:
+def with_head_of(trainer: Any, model: Any, workload: Workload | None) -> Workload | None:
     """Return a training step with the fused head of trl or Liger, where the trainer computes its loss so."""
     if workload is None or workload.kind != "train":
         return workload
@@ -34,7 +34,7 @@ def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Work
         return workload.replace(
             fused_lm_head=True, **samples_of(getattr(trainer, "args", None), workload.sequence_length)
         )
-    patched = not workload.fused_lm_head and _is_of_liger(trainer, model)
+    patched = not workload.fused_lm_head and asks_for_ligers_head(_arguments(trainer)) and is_patched(base_of(model))
     return workload.replace(fused_lm_head="liger") if patched else workload
 
 
@@ -61,19 +61,12 @@ def _is_fused(trainer: Any) -> bool:
     return any(hasattr(sys.modules.get(name), "add_fused_lm_head") for name in of_trl)
 
 
-def _is_of_liger(trainer: Any, model: Any) -> bool:
-    """Whether the trainer lets Liger patch the model so that its own forward makes no logits."""
-    asked = getattr(getattr(trainer, "args", None), "liger_kernel_config", None) or {}
-    fused = asked.get("fused_linear_cross_entropy", True) is True
-    return _asks_for_liger(trainer) and fused and is_patched(base_of(model))
-
-
-def _asks_for_liger(trainer: Any) -> bool:
-    return getattr(getattr(trainer, "args", None), "use_liger_kernel", False) is True
-
-
 def about_liger(trainer: Any, model: Any, workload: Workload | None) -> list[str]:
     """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
-    if workload is None or not _asks_for_liger(trainer):
+    if workload is None or not asks_for_liger(_arguments(trainer)):
         return []
     return [_TAKEN.format(type(base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
+
+
+def _arguments(trainer: object) -> object:
+    return getattr(trainer, "args", None)
