@@ -106,6 +106,7 @@ MADE_BY_TESTS = {
         "test_a_vocabulary_that_a_class_would_ignore_is_planned_with_a_finding_and_not_loaded",
         "quantization-assumed": "model/test_weights_dtype.py::test_a_quantized_name_without_a_quantization_is_told",
         "dtype-assumed": "model/test_weights_dtype.py::test_the_advice_of_an_assumed_dtype_taken",
+        "loaded-by-trainer": "memory/test_trl_trainers.py::test_the_advice_about_a_trainers_dtype_taken",
     },
     "merging.md": {
         "trained-on-packed": "merging/test_merge_packed.py::test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",

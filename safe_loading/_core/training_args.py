@@ -16,6 +16,7 @@ _OF_SAMPLES = ("GRPOConfig", "RLOOConfig")  # whose trainers generate the rows
 _OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
 _WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
+_SPLITS = ("tp_size", "cp_size", "sp_size")  # of accelerate's ParallelismConfig: of layers, and of rows
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
     "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
@@ -31,10 +32,11 @@ def step_of(
     classes = _classes(args)
     if not hasattr(args, "per_device_train_batch_size"):
         raise ArgumentError(f"args is a {type(args).__name__}: pass TrainingArguments, or a config of trl's.")
-    length = getattr(args, "max_length", None) if sequence_length is None else sequence_length
-    problems = _problems(args, classes, length)
+    asked = getattr(args, "max_length", None) if sequence_length is None else sequence_length
+    problems = _problems(args, classes, asked)
     if problems:
         raise ArgumentError("Workload.from_training_args cannot be sure of these:", problems)
+    length = _padded_row(args, classes, cast("int", asked))
     # trl's other trainers have losses of their own, which read no smoothed labels
     smoothes = _trl_class(args) is None or ("SFTConfig" in classes and args.loss_type == "nll")
     return {
@@ -51,7 +53,8 @@ def step_of(
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
         "padding_free": is_padding_free(args),
-        **samples_of(args, cast("int", length)),
+        "model_init_kwargs": _loading_by_trl(args, classes),
+        **samples_of(args, length),
     }
 
 
@@ -87,15 +90,50 @@ def samples_of(args: Any, sequence_length: int) -> dict[str, Any]:
     every = args.steps_per_generation * args.num_iterations
     again = "RLOOConfig" in classes or corrected or args.gradient_accumulation_steps % every != 0
     return {
-        "completion_length": min(args.max_completion_length or sequence_length, sequence_length - 1),
+        "completion_length": min(_padded(args, args.max_completion_length or sequence_length), sequence_length - 1),
         "steps_per_generation": 0 if by_vllm else args.steps_per_generation,
         "old_log_probs": again,
     }
 
 
+def _padded_row(args: Any, classes: set[str], length: int) -> int:
+    """Return the tokens of the longest row, padded as trl's collators do: of samples both parts, each by itself."""
+    if not classes.intersection(_OF_SAMPLES):
+        return _padded(args, length)
+    return _padded(args, length - args.max_completion_length) + _padded(args, args.max_completion_length)
+
+
+def _padded(args: Any, length: int) -> int:
+    multiple = getattr(args, "pad_to_multiple_of", None)  # trl resolves its default, "auto"
+    return length if not isinstance(multiple, int) or multiple < 1 else -(-length // multiple) * multiple
+
+
+def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
+    """Return the options with which trl loads a folder or hub id, read in its ``create_model_from_path``."""
+    if _trl_class(args) is None:
+        return None
+    said: dict[str, Any] = dict(getattr(args, "model_init_kwargs", None) or {})
+    quantization: Any = said.get("quantization_config")
+    loading = {
+        "dtype": str(said.get("dtype", "float32") or "auto").removeprefix("torch."),
+        "attn_implementation": said.get("attn_implementation"),
+        "quantization_config": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
+        "auto_class": "AutoModelForSequenceClassification" if "RewardConfig" in classes else None,
+        "num_labels": 1 if "RewardConfig" in classes else None,
+    }
+    return {name: value for name, value in loading.items() if value is not None}
+
+
 def _problems(args: Any, classes: set[str], length: object) -> list[str]:
     """Return the problems of arguments that no workload can express, and of a length that none of them gives."""
     problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
+    parallel = getattr(args, "parallelism_config", None)
+    split = [f"{name}={size}" for name in _SPLITS if (size := getattr(parallel, name, 1)) > 1]
+    if split:
+        problems.append(
+            f"parallelism_config has {', '.join(split)}, and a forecast is of whole layers and rows: set it to None on "
+            f"a copy of the arguments, which takes more."
+        )
     name, of_trl = type(args).__name__, _trl_class(args)
     if of_trl is not None and of_trl.__name__ not in _KNOWN:  # also where it is made from one of these
         problems.append(f"{name} is of a trainer whose step is not known: describe the step with Workload.train.")

@@ -54,6 +54,7 @@ class Workload:
         eval_batch_size: Rows of a batch of the evaluation between steps; 0 where there is none.
         label_smoothing: Whether the Trainer smoothes the labels, and computes the loss from logits.
         padding_free: Whether the rows of a batch lie one after the other in one row, told apart by their positions.
+        model_init_kwargs: The options with which the trainer loads a model that it is given by name, if it does.
     """
 
     kind: Kind
@@ -78,6 +79,7 @@ class Workload:
     eval_batch_size: int = 0
     label_smoothing: bool = False
     padding_free: bool = False
+    model_init_kwargs: Mapping[str, Any] | None = None
 
     @staticmethod
     def weights_only() -> Workload:
@@ -152,6 +154,7 @@ class Workload:
         eval_batch_size: int = 0,
         label_smoothing: bool = False,
         padding_free: bool = False,
+        model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -197,6 +200,9 @@ class Workload:
             padding_free: Whether the rows of a batch lie one after the other in one row without a mask, told apart by
                 position_ids, as trl's ``packing=True`` and ``padding_free=True`` have them, and transformers'
                 ``DataCollatorWithFlattening``.
+            model_init_kwargs: As in trl's configs, for a forecast or plan of a folder or hub id, which trl's trainers
+                load themselves: ``dtype``, ``attn_implementation``, ``quantization_config``, ``auto_class`` and
+                ``num_labels``. An option of the forecast itself goes before.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -222,6 +228,7 @@ class Workload:
                 eval_batch_size=eval_batch_size,
                 label_smoothing=label_smoothing,
                 padding_free=padding_free,
+                model_init_kwargs=model_init_kwargs,
             )
         )
 
@@ -293,6 +300,7 @@ class Workload:
         Micro-batches, precision, checkpointing, the optimizer, smoothed labels and the evaluation are those of the
         arguments, defaults included: with trl for example bfloat16, checkpointing, and its fused LM head. A pair of
         preferences is two rows. How a job is spread (``fsdp=``, ``deepspeed=``) is for the ``spread=`` of a forecast.
+        A folder or hub id is then counted as trl loads it, in float32 where ``model_init_kwargs`` names no dtype.
 
         Args:
             args: ``TrainingArguments``, or trl's ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``RewardConfig``,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from safe_loading.errors import ArgumentError
@@ -14,6 +15,7 @@ SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workl
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
 _WORDS = {"reference": ("model", "adapter_off"), "autocast": ("bfloat16", "float16")}
 _MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation", "eval_batch_size")
+_LOADING = ("dtype", "attn_implementation", "quantization_config", "auto_class", "num_labels")
 _FLAGS = (
     "gradient_checkpointing",
     "labels",
@@ -52,6 +54,7 @@ def checked_numbers(workload: Any) -> dict[str, Any]:
         problems.append(
             f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
         )
+    problems += _problems_of_loading(workload.model_init_kwargs)
     if problems:
         raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
     return numbers
@@ -96,6 +99,13 @@ def _problems_of_flags(workload: Any) -> list[str]:
     if workload.label_smoothing is True and workload.fused_lm_head == "liger":
         problems.append("label_smoothing=True needs the logits that Liger's head leaves out: fused_lm_head=False.")
     return problems
+
+
+def _problems_of_loading(options: object) -> list[str]:
+    """Return the problems of the options with which a trainer loads its model."""
+    if options is None or (isinstance(options, Mapping) and set(options) <= set(_LOADING)):
+        return []
+    return [f"model_init_kwargs={options!r:.80}: a dict of {', '.join(_LOADING)} that a forecast counts, or None."]
 
 
 def _problems_of_grpo(workload: Any) -> list[str]:

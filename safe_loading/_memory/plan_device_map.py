@@ -174,6 +174,7 @@ def plan_request(
         ),
         prepare_for_kbit=prepare_for_kbit,
         hub=HubOptions(revision, subfolder, token),
+        by_trainer=None if workload is None else workload.model_init_kwargs,
     )
     planned, findings = build(attn_implementation=attn_implementation)
     return PlanRequest(
@@ -202,11 +203,12 @@ def _planned_model(
     card: TargetCard,
     prepare_for_kbit: KbitPreparation | None,
     hub: HubOptions,
+    by_trainer: Mapping[str, Any] | None,
     attn_implementation: str | None,
 ) -> tuple[torch.nn.Module, Sequence[Finding]]:
     """Return the model to plan for and the findings about it; ``options`` are those of `model_of`."""
     asked = {**options, "attn_implementation": attn_implementation}
-    made = model_of(source, asked, card=card, hub=hub, whole=True)
+    made = model_of(source, asked, card=card, hub=hub, whole=True, by_trainer=by_trainer)
     if isinstance(source, torch.nn.Module):
         return source, ()
     assume_padding_token(made.model)

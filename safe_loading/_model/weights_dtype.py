@@ -64,6 +64,22 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
     return find_weights_dtype(asked, config, folder).dtype
 
 
+def loaded_by_trainer(dtype: object, config: PreTrainedConfig, folder: ModelFolder | None) -> Finding | None:
+    """Return the finding of a dtype that a trainer chooses, where it is not that of the weights."""
+    own = str(weights_dtype(None, config, folder)).removeprefix("torch.")
+    if folder is None or dtype in (None, "auto", own):
+        return None
+    message = (
+        f"a folder or id is loaded by trl in {dtype}, as model_init_kwargs of its arguments says or, where that names "
+        f'no dtype, by default: so its weights are counted, and with dtype="auto" in their own {own}.'
+    )
+    fix = (
+        f'set model_init_kwargs={{"dtype": "{own}"}} in the arguments; or pass dtype="auto" here, for a model that '
+        f"your script loads."
+    )
+    return Finding("loaded-by-trainer", "warning", str(folder.path), message, fix)
+
+
 def dtype_on_disk(folder: ModelFolder | None) -> torch.dtype | None:
     """Return the dtype of a checkpoint's first floating-point tensor, which transformers takes for "auto".
 

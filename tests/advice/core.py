@@ -59,6 +59,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_core/training_args.py": {
         "pass TrainingArguments, or": _ARGS,
         "set it to False": _ARGS,
+        "set it to None on a copy": _ARGS,
         "set it on a copy of the arguments": _ARGS,
         "pass sequence_length=": _ARGS,
         "pass the tokens of both": _ARGS,

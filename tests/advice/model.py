@@ -24,6 +24,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a floating-point torch.dtype": _MADE,
         "Set it to the dtype of the weights": _MADE,
         "pass dtype=, such as": "model/test_weights_dtype.py::test_the_advice_of_an_assumed_dtype_taken",
+        "set model_init_kwargs=": "memory/test_trl_trainers.py::test_the_advice_about_a_trainers_dtype_taken",
     },
     "_model/formats/packed_on_disk.py": {
         "download or copy the folder again": "loading/test_packed_folders.py::"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import ParallelismConfig
 from peft import LoraConfig
-from transformers import LlamaConfig, TrainingArguments
+from transformers import BitsAndBytesConfig, LlamaConfig, TrainingArguments
 
 from safe_loading import (
     ArgumentError,
@@ -89,7 +92,8 @@ def test_a_class_that_a_script_makes_is_read_too(tmp_path: Path) -> None:
 
 def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
-    usual: dict[str, Any] = {"gradient_checkpointing": True, "autocast": "bfloat16"}
+    loading = {"model_init_kwargs": {"dtype": "float32"}}
+    usual: dict[str, Any] = {"gradient_checkpointing": True, "autocast": "bfloat16", **loading}
     fused = {**usual, "fused_lm_head": True}
     read = Workload.from_training_args
     assert read(trl.SFTConfig(**given)) == Workload.train(8, 1024, **fused)
@@ -97,8 +101,9 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     assert read(smoothed) == Workload.train(8, 1024, **fused, label_smoothing=True)
     dft = trl.SFTConfig(**given, label_smoothing_factor=0.1, loss_type="dft")
     assert not read(dft).label_smoothing
+    scored = {**loading["model_init_kwargs"], "auto_class": "AutoModelForSequenceClassification", "num_labels": 1}
     assert read(trl.RewardConfig(**given, eval_strategy="epoch")) == Workload.train(
-        16, 1024, **usual, eval_batch_size=16
+        16, 1024, **{**usual, "model_init_kwargs": scored}, eval_batch_size=16
     )
     for said, packed in (({"packing": True}, True), ({"padding_free": True}, True), ({"packing": False}, False)):
         assert read(trl.SFTConfig(**given, **said)).padding_free == packed
@@ -112,11 +117,43 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
         assert read(before).reference is None
     sampled = {**usual, "gradient_accumulation_steps": 2}
     grpo = {**given, "max_completion_length": 192, "gradient_accumulation_steps": 2}
-    assert read(trl.GRPOConfig(**grpo), 256, LORA) == Workload.grpo(8, 64, 192, adapter=LORA, **sampled)
+    del sampled["model_init_kwargs"]
+
+    def grouped(**said: Any) -> Workload:
+        return Workload.grpo(8, 64, 192, **sampled, **said).replace(**loading)
+
+    assert read(trl.GRPOConfig(**grpo), 256, LORA) == grouped(adapter=LORA)
     rloo = trl.RLOOConfig(**grpo, eval_strategy="epoch")  # always with the samples' own probabilities
-    assert read(rloo, 256) == Workload.grpo(8, 64, 192, **sampled, reference="model", old_log_probs=True)
+    assert read(rloo, 256) == grouped(reference="model", old_log_probs=True)
     again = trl.GRPOConfig(**grpo, beta=0.04, num_iterations=2, eval_strategy="epoch")
-    assert read(again, 256) == Workload.grpo(8, 64, 192, **sampled, reference="model", old_log_probs=True)
+    assert read(again, 256) == grouped(reference="model", old_log_probs=True)
+
+
+def test_rows_that_a_collator_pads_are_as_long_as_it_makes_them(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "pad_to_multiple_of": 64}
+    assert Workload.from_training_args(trl.SFTConfig(**given, max_length=1000)).sequence_length == 1024
+    collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(0, pad_to_multiple_of=64)
+    assert collator([{"input_ids": [1] * 1000}])["input_ids"].shape == (1, 1024)
+    sampled = Workload.from_training_args(trl.GRPOConfig(**given, max_completion_length=100), 150)
+    assert (sampled.sequence_length, sampled.completion_length) == (64 + 128, 128)  # trl pads each by itself
+
+
+def test_what_a_trainer_loads_a_model_with(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+
+    def loading(**said: Any) -> Any:
+        return Workload.from_training_args(trl.SFTConfig(**given, model_init_kwargs=said)).model_init_kwargs
+
+    assert loading(torch_dtype="bfloat16") == {"dtype": "float32"}  # which trl does not read
+    assert loading(dtype=torch.bfloat16) == loading(dtype="bfloat16") == {"dtype": "bfloat16"}
+    assert loading(dtype=None) == loading(dtype="auto") == {"dtype": "auto"}
+    packed = loading(dtype="bfloat16", quantization_config=BitsAndBytesConfig(load_in_4bit=True), revision="main")
+    assert (packed["dtype"], packed["quantization_config"]["load_in_4bit"]) == ("bfloat16", True)
+    step = Workload.from_training_args(trl.SFTConfig(**given, model_init_kwargs={"dtype": "bfloat16"}), 16)
+    assert Workload.from_facts(json.loads(json.dumps(step.facts()))) == step
+    assert eval(repr(step), {"Workload": Workload}) == step
+    with pytest.raises(ArgumentError, match="model_init_kwargs="):
+        step.replace(model_init_kwargs={"device_map": "auto"})
 
 
 def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_path: Path) -> None:
@@ -132,6 +169,12 @@ def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_pa
         assert "set it to False on a copy of the arguments" in str(caught.value)
         setattr(simpler, name, False)
     assert Workload.from_training_args(simpler, sequence_length=64).sequence_length == 64
+
+    split = plain(tmp_path, parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(ArgumentError, match=r"has cp_size=2, and .* set it to None on a copy of the arguments"):
+        Workload.from_training_args(split, 64)
+    split.parallelism_config = None
+    assert Workload.from_training_args(split, 64) == Workload.train(8, 64)
 
     with pytest.raises(ArgumentError, match=r"512: pass the tokens of both, such as 1024 for prompts of 512"):
         Workload.from_training_args(trl.GRPOConfig(**given), 512)

@@ -14,7 +14,7 @@ from models import tokenizer
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from safe_loading import Workload, audit_model
+from safe_loading import Workload, audit_model, plan_device_map, predict_memory
 from safe_loading._memory.trace import fused_lm_head
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -162,4 +162,46 @@ def test_the_arguments_say_what_the_audit_of_their_trainer_reads(
         )
         found = audit_model(trainer.model, step, trainer).forecast
         assert found is not None
-        assert found.workload == said.replace(adapter=None), kind
+        assert found.workload == said.replace(adapter=None, model_init_kwargs=None), kind
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_folder_is_counted_as_the_trainers_load_it(trl: Any, tmp_path: Path, dtype: str | None) -> None:
+    folder = tmp_path / "base"
+    made().bfloat16().save_pretrained(folder)
+    words = [" ".join(f"w{number}" for number in range(3, 9))] * 2
+    pairs = {"chosen": words, "rejected": words[::-1]}
+    for kind, columns in {"SFT": {"text": words}, "DPO": {"prompt": words, **pairs}, "Reward": pairs}.items():
+        args = getattr(trl, f"{kind}Config")(
+            **options(tmp_path), model_init_kwargs={"dtype": dtype} if dtype else None, eval_strategy="no"
+        )
+        run = getattr(trl, f"{kind}Trainer")(
+            str(folder), args=args, train_dataset=table(columns), processing_class=tokenizer()
+        )
+        step = Workload.from_training_args(args, 32).replace(batch_size=1, reference=None)
+        found = predict_memory(folder, step)
+        weights, buffers = (
+            sum(tensor.nbytes for tensor in tensors) for tensors in (run.model.parameters(), run.model.buffers())
+        )
+        assert found.components["weights"] == weights + buffers, kind
+        assert any("is loaded by trl in float32" in note for note in found.notes) == (dtype is None)
+        own = predict_memory(folder, step, dtype="auto")
+        assert own.components["weights"] == weights // (2 if dtype is None else 1) + buffers
+        assert not any("loaded by trl" in note for note in own.notes)
+    assert predict_memory(made(), step.replace(fused_lm_head=False)).notes  # what is made already is as it was made
+
+
+def test_the_advice_about_a_trainers_dtype_taken(trl: Any, tmp_path: Path) -> None:
+    folder, said = tmp_path / "base", {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+    made().bfloat16().save_pretrained(folder)
+
+    def findings(**given: Any) -> list[Any]:
+        step = Workload.from_training_args(trl.SFTConfig(**said, **given.pop("of_trl", {})), 32)
+        plan = plan_device_map(folder, {"cpu": "1GB"}, workload=step, **given)
+        return [found for found in plan.findings if found.code == "loaded-by-trainer"]
+
+    (found,) = findings()
+    assert 'model_init_kwargs={"dtype": "bfloat16"}' in str(found.fix)
+    assert 'dtype="auto"' in str(found.fix)
+    assert not findings(of_trl={"model_init_kwargs": {"dtype": "bfloat16"}})
+    assert not findings(dtype="auto")

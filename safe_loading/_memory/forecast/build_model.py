@@ -64,7 +64,7 @@ def build(
         asked = Path(path_text(source, "model")).expanduser()
         if os.path.lexists(asked / ADAPTER_CONFIG):
             source, workload = _adapted(asked, workload)
-    made = model_of(source, options, card=card, hub=hub)
+    made = model_of(source, options, card=card, hub=hub, by_trainer=workload.model_init_kwargs)
     model = made.model
     if isinstance(source, torch.nn.Module):
         return Built(model, type(model).__name__, workload, Loading(), capability=made.capability)

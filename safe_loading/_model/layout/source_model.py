@@ -19,6 +19,7 @@ from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.model_config import read_config
 from safe_loading._model.quantized_meta_model import QuantizedModel, quantized_meta_model
+from safe_loading._model.weights_dtype import loaded_by_trainer
 from safe_loading._model.zero3 import refuse_split
 from safe_loading.errors import ArgumentError
 
@@ -38,11 +39,13 @@ def model_of(
     card: TargetCard | None = None,
     hub: HubOptions = ANYWHERE,
     whole: bool = False,
+    by_trainer: Mapping[str, Any] | None = None,
 ) -> QuantizedModel:
     """Return the model of a source with the findings about it.
 
     The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
-    ``quantization_config``; ``whole`` asks for a folder whose weights, if it has any, can be loaded.
+    ``quantization_config``; ``whole`` asks for a folder whose weights, if it has any, can be loaded. ``by_trainer`` are
+    the options with which a trainer loads a folder or id, each in the place of one that is None.
 
     Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
     configs only; `CheckpointError` when the folder's config, or its weights if they must be whole, are damaged;
@@ -59,14 +62,20 @@ def model_of(
         refuse_split(source)
         _refuse_codes_of_now(source)
         return QuantizedModel(source)
+    told = dict(by_trainer or {}) if not isinstance(source, PreTrainedConfig) else {}
+    labels = told.pop("num_labels", None)
+    options = {**options, **{name: value for name, value in told.items() if options.get(name) is None}}
     config, folder = _config_and_folder(source, options, hub)
+    if labels is not None:
+        config.num_labels = labels
     on_disk = folder is not None and isinstance(source, (str, os.PathLike)) and Path(source).expanduser().is_dir()
     if whole and folder is not None and on_disk:
         faults = errors_of(folder.inspect_checkpoint(kind="model")[1])
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
             raise_faults(folder.path, faults)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=corrected_in_folder, **options)
-    return made._replace(findings=(*made.findings, *untie_as_in_folder(made.model, folder)))
+    known = [loaded_by_trainer(options["dtype"], config, folder)] if told else []
+    return made._replace(findings=(*made.findings, *filter(None, known), *untie_as_in_folder(made.model, folder)))
 
 
 def _refuse_codes_of_now(model: torch.nn.Module) -> None:
