@@ -97,7 +97,7 @@ CHECKS: tuple[Check, ...] = (
     kept_memory.check_teachers,
     reference.check_reference,
     running_statistics.check_statistics,
-    positions.check_frequencies,
+    positions.check_computed_buffers,
     optimizer_steps.check_rounded_steps,
     optimizer_steps.check_unmoved_factors,
     optimizer_steps.check_scales,

@@ -14,7 +14,8 @@ from peft.tuners.lora import LoraLayer
 from silent_numbers import BOUNDS, ROW
 from silent_scripts import TOKENS, adapted, base, halved, saved
 from silent_untrained import IMAGE, llava
-from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from tiny_models import tiny_config
+from transformers import AutoModel, BitsAndBytesConfig, LlamaForCausalLM
 
 from safe_loading import Workload, audit_model, meta_model
 
@@ -114,6 +115,28 @@ def test_frequencies_are_loaded_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}])
 def test_frequencies_of_longer_texts_are_those_of_the_config(scaling: dict[str, Any]) -> None:
     assert "SL142" not in codes(adapted(base(rope_parameters={"rope_theta": 10000.0, **scaling})))
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text", "bert", "clip_text_model", "gptj"])
+def test_what_no_checkpoint_holds_is_compared_under_every_name(kind: str) -> None:
+    """Frequencies for each kind of layer, scales of embeddings, numbers of positions, and tables of them."""
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        model: Any = AutoModel.from_config(config)
+    right = AutoModel.from_config(config)
+    model.to_empty(device="cpu")
+    model.load_state_dict(right.state_dict())
+    for buffer in model.buffers():
+        buffer.zero_()  # as fresh memory is
+    report = audit_model(model, forecast=False)
+    (found,) = [each for each in report.findings if each.code == "SL142"]
+    assert found.severity == "error"
+    assert "other values than the config gives, as to_empty() leaves them" in found.message
+    right(torch.arange(12)[None])
+    assert not [each for each in audit_model(right, forecast=False).findings if each.code == "SL142"]
+    rounds = any("inv_freq" in name for name, _ in model.named_buffers())
+    cast = audit_model(right.to(torch.bfloat16), forecast=False).findings
+    assert [each.severity for each in cast if each.code == "SL142"] == ["warning"] * rounds
 
 
 def test_factors_are_made_anew() -> None:
