@@ -15,7 +15,7 @@ from safe_loading._core.log import logger
 from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading.errors import ArgumentError
 
-from .prepare import shard_at_prepare
+from .prepare import shard_at_prepare, shard_references
 from .weightless import load_later
 
 _MARK = "_reads_weights_later"
@@ -68,6 +68,7 @@ def load_at_prepare(
     @functools.wraps(load)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
         made.append(cls)
+        shard_references(verify=verify, timeout=timeout)
         # transformers may call it again for models inside
         with patched(PreTrainedModel, "from_pretrained", classmethod(load)):
             return load_later(load, cls, *args, **options)

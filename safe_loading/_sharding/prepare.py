@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,31 @@ def shard_at_prepare(**options: Any) -> None:
     setattr(Accelerator, "prepare", prepare)  # noqa: B010  # mypy refuses to assign to a method
 
 
+def shard_references(**options: Any) -> None:
+    """Let trl's trainers shard references that have no weights yet, which they give to no ``prepare``.
+
+    Each of its modules has the function under a name of its own, and most are imported when they are first used.
+    """
+    for name, module in [*sys.modules.items()]:
+        step: Callable[..., Any] | None = vars(module).get("prepare_fsdp") if name.startswith("trl.") else None
+        if step is not None and not hasattr(step, _REPLACED):
+            setattr(module, "prepare_fsdp", _loading_references(step, options))  # noqa: B010  # no type declares it
+
+
+def _loading_references(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> Any:
+        later = later_weights_of(model)
+        if later is None:
+            return step(model, accelerator)
+        with undone_on_error(TorchState().restore), _as_before(accelerator, model, (), ()):
+            accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
+            return _shard(accelerator, model, *later, upcast=False, checkpoints=False, options=options).eval()
+
+    vars(prepare_fsdp)[_REPLACED] = step
+    return prepare_fsdp
+
+
 @contextlib.contextmanager
 def _as_before(
     accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], args: Sequence[Any]
@@ -106,7 +132,8 @@ def _prepared(
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(model)
     checkpoints = plugin.activation_checkpointing and plugin.fsdp_version == 2
-    wrapped = _shard(accelerator, model, *later, checkpoints=checkpoints, options=options)
+    upcast = accelerator.mixed_precision != "no" and accelerator.is_fsdp2
+    wrapped = _shard(accelerator, model, *later, upcast=upcast, checkpoints=checkpoints, options=options)
     _give_parameters(wrapped, held)
     plugin.activation_checkpointing = plugin.activation_checkpointing and not checkpoints
     try:
@@ -123,10 +150,10 @@ def _shard(
     inner: nn.Module,
     later: LaterWeights,
     *,
+    upcast: bool,
     checkpoints: bool,
     options: dict[str, Any],
 ) -> nn.Module:
-    upcast = accelerator.mixed_precision != "no" and accelerator.is_fsdp2
     move_to_meta(model, inner, later, trained_dtype=torch.float32 if upcast else None)
     if checkpoints:
         if accelerator.state.fsdp_plugin.auto_wrap_policy is None:

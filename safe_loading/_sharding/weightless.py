@@ -110,7 +110,7 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
         untie_as_in_folder(model, ModelFolder(resolved.folder))
     source = _opened(resolved.folder, model)
     _compute_buffers(model)
-    _take_weights_away(model, set(info["missing_keys"]), source)
+    _take_weights_away(model, _missing(model, info["missing_keys"], source), source)
     model.__dict__[_RECORD] = LaterWeights(resolved.folder, source, model.register_forward_pre_hook(_refuse))
     return (model, info) if with_info else model
 
@@ -183,6 +183,16 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         for each in buffers_of(model):
             if each.name in computed:
                 each.put(computed[each.name])
+
+
+def _missing(model: PreTrainedModel, told: Iterable[str], source: CheckpointSource | None) -> set[str]:
+    """Return the names of parameters that no file has, those included that a class leaves out of the report."""
+    missing = set(told)
+    if source is not None:
+        for each in parameters_of(model):
+            if source.stored_as(each.name) is None:
+                missing.update(each.names)
+    return missing
 
 
 def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: CheckpointSource | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rank_server import RankServer
-from trainer_matrix import BY_HAND, CASES, OTHER_NORMS, table
+from trainer_matrix import BY_HAND, CASES, NAMED, OTHER_NORMS, table
 
 PRELUDE = """
 import pathlib, sys, warnings
@@ -28,7 +28,7 @@ if rank == 0:
 dist.barrier()
 """
 MATRIX = """
-compare, cases = (by_hand, BY_HAND) if sys.argv[2] == "by hand" else (outcome, CASES)
+compare, cases = {"by hand": (by_hand, BY_HAND), "by name": (by_name, NAMED)}.get(sys.argv[2], (outcome, CASES))
 for case in cases:
     if str(case) in sys.argv[3].split(","):
         report(**{str(case): compare(case, base, folder / str(case))})
@@ -246,6 +246,28 @@ def test_a_model_that_was_wrapped_by_hand_trains_as_ever(rank_server: RankServer
 @pytest.mark.slow
 def test_every_model_that_was_wrapped_by_hand_trains_as_ever(rank_server: RankServer, tmp_path: Path) -> None:
     wrapped_by_hand(rank_server, tmp_path, [str(case) for case in BY_HAND])
+
+
+def given_a_folder(rank_server: RankServer, folder: Path, cases: list[str]) -> None:
+    args = [folder, "by name", ",".join(cases)]
+    for facts in rank_server.run(PRELUDE + MATRIX, 2, args=args, timeout=600).found:
+        for case in cases:
+            assert facts[case].pop("largest") == 0.0, case
+            assert facts[case] == {"steps": 4, "log": True, "weights": [], "ours": True}, case
+
+
+def test_a_trainer_that_loads_its_models_itself_may_be_made_in_the_block(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    """DPO's reference is given to no prepare, and the new head of a reward model is in no report of missing keys."""
+    given_a_folder(rank_server, tmp_path, ["DPOTrainer full none 2", "RewardTrainer LoRA none 2"])
+
+
+@pytest.mark.slow
+def test_every_trainer_that_loads_its_models_itself_may_be_made_in_the_block(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    given_a_folder(rank_server, tmp_path, [str(case) for case in NAMED])
 
 
 def test_the_table_in_the_documentation_is_that_of_the_tests() -> None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from fsdp_cases import plain, whole
 
+from safe_loading import load_at_prepare
+
 WHAT = ("full", "LoRA", "QLoRA")
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer", "accelerate")
 STEPS = 4
@@ -55,6 +57,12 @@ OTHER_NORMS = [
 CASES = [
     *itertools.starmap(Case, itertools.product(TRAINERS, WHAT, ("FULL", "SHARDED"))),
     *(Case(trainer, what, "none", 1) for trainer in TRAINERS for what in WHAT),
+]
+# of trl, each given a folder
+NAMED = [
+    Case(f"{kind}Trainer", what, "none")
+    for kind in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+    for what in WHAT[:2]
 ]
 BY_HAND = [
     *(Case(trainer, "full", "FULL") for trainer in TRAINERS),
@@ -123,7 +131,7 @@ def load(case: Case, base: Path, *, road: str) -> Any:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from safe_loading import load_at_prepare, meta_model, wrap_fsdp_meta_safe
+    from safe_loading import meta_model, wrap_fsdp_meta_safe
 
     # FSDP1 wants the packed weights in the dtype of the others
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
@@ -295,6 +303,55 @@ def by_hand(case: Case, base: Path, folder: Path) -> dict[str, Any]:
         found.append((logged, weights(model)))
     (logged, wanted), (own, have) = found
     return compared(logged, own, wanted, have)
+
+
+def by_name(case: Case, base: Path, folder: Path) -> dict[str, Any]:
+    """What differs between a plain run and one in the block, of a trainer of trl that loads its models itself."""
+    found = []
+    for around in (contextlib.nullcontext(), load_at_prepare()):
+        trainer = trainer_of_folder(case, base, folder / str(len(found)), around)
+        found.append((history(trainer), weights(trainer.model), hasattr(trainer.model, "fsdp_report")))
+    (logged, wanted, _), (own, have, is_ours) = found
+    return compared(logged, own, wanted, have) | {"ours": is_ours}
+
+
+def trainer_of_folder(case: Case, base: Path, folder: Path, around: contextlib.AbstractContextManager[None]) -> Any:
+    """A trainer that was given the folder of its model, after it trained; its reference is of that folder, too."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    kind = case.trainer.removesuffix("Trainer")
+    sampled = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1} if kind in ("GRPO", "RLOO") else {}
+    data: list[dict[str, Any]] = [
+        {"prompt": f"t{n + 2} t9", "chosen": f"t{n + 3} t{n + 4}", "rejected": f"t{n + 5} t7 t8"} for n in range(16)
+    ]
+    if kind == "KTO":
+        data = [
+            {"prompt": each["prompt"], "completion": each["chosen"], "label": n % 2 == 0} for n, each in enumerate(data)
+        ]
+    columns = {"GRPO": ["prompt"], "RLOO": ["prompt"], "Reward": ["chosen", "rejected"], "SFT": ["chosen"]}
+    data = [{name: each[name] for name in columns.get(kind, each)} for each in data]
+    data = [{"text": each["chosen"]} for each in data] if kind == "SFT" else data
+    task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
+    loading = {"activation_checkpointing": False, "model_init_kwargs": {"attn_implementation": "eager"}}
+    args = arguments(case, getattr(trl, f"{kind}Config"), folder, bf16=False, **loading, **sampled)
+    with around:
+        trainer = getattr(trl, f"{kind}Trainer")(
+            str(base),
+            args=args,
+            train_dataset=Dataset.from_list(data),
+            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type=task) if case.lora else None,
+            **({"reward_funcs": lengths} if sampled else {}),
+        )
+    trainer.train()
+    return trainer
+
+
+def lengths(completions: list[str], **_: object) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
 
 
 def table() -> str:
