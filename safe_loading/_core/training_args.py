@@ -53,6 +53,7 @@ def step_of(
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
         "padding_free": is_padding_free(args),
+        "router_aux_loss_coef": getattr(args, "router_aux_loss_coef", 0.0),
         "model_init_kwargs": _loading_by_trl(args, classes),
         **samples_of(args, length),
     }

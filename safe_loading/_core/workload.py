@@ -54,6 +54,8 @@ class Workload:
         eval_batch_size: Rows of a batch of the evaluation between steps; 0 where there is none.
         label_smoothing: Whether the Trainer smoothes the labels, and computes the loss from logits.
         padding_free: Whether the rows of a batch lie one after the other in one row, told apart by their positions.
+        router_aux_loss_coef: The weight of a mixture's loss for its routers: 0.0 leaves it to the model's config, None
+            is trl's default, the coefficient of the config.
         model_init_kwargs: The options with which the trainer loads a model that it is given by name, if it does.
     """
 
@@ -79,6 +81,7 @@ class Workload:
     eval_batch_size: int = 0
     label_smoothing: bool = False
     padding_free: bool = False
+    router_aux_loss_coef: float | None = 0.0
     model_init_kwargs: Mapping[str, Any] | None = None
 
     @staticmethod
@@ -154,6 +157,7 @@ class Workload:
         eval_batch_size: int = 0,
         label_smoothing: bool = False,
         padding_free: bool = False,
+        router_aux_loss_coef: float | None = 0.0,
         model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
@@ -200,6 +204,9 @@ class Workload:
             padding_free: Whether the rows of a batch lie one after the other in one row without a mask, told apart by
                 position_ids, as trl's ``packing=True`` and ``padding_free=True`` have them, and transformers'
                 ``DataCollatorWithFlattening``.
+            router_aux_loss_coef: As in trl's configs: whether a mixture returns the logits of its routers and the loss
+                that balances their load is computed from them. 0.0 leaves that to the model's config, and None takes
+                the coefficient there, as trl's trainers do.
             model_init_kwargs: As in trl's configs, for a forecast or plan of a folder or hub id, which trl's trainers
                 load themselves: ``dtype``, ``attn_implementation``, ``quantization_config``, ``auto_class`` and
                 ``num_labels``. An option of the forecast itself goes before.
@@ -228,6 +235,7 @@ class Workload:
                 eval_batch_size=eval_batch_size,
                 label_smoothing=label_smoothing,
                 padding_free=padding_free,
+                router_aux_loss_coef=router_aux_loss_coef,
                 model_init_kwargs=model_init_kwargs,
             )
         )

@@ -55,6 +55,9 @@ def checked_numbers(workload: Any) -> dict[str, Any]:
             f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
         )
     problems += _problems_of_loading(workload.model_init_kwargs)
+    coefficient = workload.router_aux_loss_coef
+    if coefficient is not None and (isinstance(coefficient, bool) or not isinstance(coefficient, (int, float))):
+        problems.append(f"router_aux_loss_coef={coefficient!r}: a number, or None for that of the model's config.")
     if problems:
         raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
     return numbers

@@ -94,7 +94,7 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
     loading = {"model_init_kwargs": {"dtype": "float32"}}
     usual: dict[str, Any] = {"gradient_checkpointing": True, "autocast": "bfloat16", **loading}
-    fused = {**usual, "fused_lm_head": True}
+    fused = {**usual, "fused_lm_head": True, "router_aux_loss_coef": None}
     read = Workload.from_training_args
     assert read(trl.SFTConfig(**given)) == Workload.train(8, 1024, **fused)
     smoothed = trl.SFTConfig(**given, label_smoothing_factor=0.1)
@@ -120,7 +120,7 @@ def test_the_configs_of_trl_have_its_defaults(trl: Any, tmp_path: Path) -> None:
     del sampled["model_init_kwargs"]
 
     def grouped(**said: Any) -> Workload:
-        return Workload.grpo(8, 64, 192, **sampled, **said).replace(**loading)
+        return Workload.grpo(8, 64, 192, **sampled, **said).replace(**loading, router_aux_loss_coef=None)
 
     assert read(trl.GRPOConfig(**grpo), 256, LORA) == grouped(adapter=LORA)
     rloo = trl.RLOOConfig(**grpo, eval_strategy="epoch")  # always with the samples' own probabilities

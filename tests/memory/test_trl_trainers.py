@@ -12,7 +12,13 @@ from allocator import peak_above_start
 from allocator_truth import above_start
 from models import tokenizer
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from safe_loading import Workload, audit_model, plan_device_map, predict_memory
 from safe_loading._memory.trace import fused_lm_head
@@ -162,7 +168,40 @@ def test_the_arguments_say_what_the_audit_of_their_trainer_reads(
         )
         found = audit_model(trainer.model, step, trainer).forecast
         assert found is not None
-        assert found.workload == said.replace(adapter=None, model_init_kwargs=None), kind
+        # no mixture, so that no coefficient weighs anything
+        assert found.workload == said.replace(adapter=None, model_init_kwargs=None, router_aux_loss_coef=0.0), kind
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.0])
+def test_the_loss_of_a_mixtures_routers_is_part_of_the_step(
+    trl: Any, tmp_path: Path, coefficient: float | None
+) -> None:
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**CONFIG.to_diff_dict(), **sizes, "num_key_value_heads": 2}))
+    args = trl.KTOConfig(
+        **options(tmp_path), gradient_checkpointing=False, max_length=TOKENS, router_aux_loss_coef=coefficient
+    )
+    words = [" ".join(f"w{number}" for number in range(3, 9))] * 8
+    rows = table({"prompt": words, "completion": words, "label": [True, False] * 4})
+    step = Workload.from_training_args(args, adapter=LORA).replace(optimizer="none")
+    left_out, ours = (
+        above_start(trace_step(model, each), "forward", "backward")
+        for each in (step.replace(router_aux_loss_coef=0.0), step)
+    )
+    trainer = trl.KTOTrainer(
+        model, args=args, train_dataset=rows, processing_class=tokenizer(), peft_config=copy.deepcopy(LORA)
+    )
+
+    def run() -> None:
+        trainer.compute_loss(trainer.model.train(), kto_batch(TOKENS, TOKENS)).backward()
+
+    with fused_lm_head.fused_stand_ins():
+        assert peak_above_start(run) == pytest.approx(ours, rel=0.0005)  # KTO has sums besides
+    logits = sizes["num_experts"] * ROWS * TOKENS * 4 * 2  # of each of two layers, kept until the backward pass
+    assert 0 <= ours - left_out - (logits if coefficient is None else 0) < 2048
+    found = audit_model(trainer.model, step.replace(adapter=None, reference=None, router_aux_loss_coef=0.0), trainer)
+    assert found.forecast is not None
+    assert bool(found.forecast.workload.router_aux_loss_coef) == (coefficient is None)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -24,6 +24,8 @@ def with_head_of(trainer: Any, model: Any, workload: Workload | None) -> Workloa
     """Return a training step with the fused head of trl or Liger, where the trainer computes its loss so."""
     if workload is None or workload.kind != "train":
         return workload
+    if getattr(trainer, "aux_loss_enabled", False) is True:  # of trl's
+        workload = workload.replace(router_aux_loss_coef=trainer.router_aux_loss_coef)
     own_loss = any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
     takes = workload.labels and isinstance(model, (PreTrainedModel, PeftModel))
     if takes and _smoothes(trainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -32,16 +33,30 @@ def forward_pass(
 ) -> torch.Tensor:
     """Return the loss of a micro-batch; the output of the model is dropped, as by the Trainer."""
     options: dict[str, Any] = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
+    of_routers = router_options(model, workload)
     if workload.label_smoothing:
-        return _smoothed(model, workload, batch, options)
+        return _smoothed(model, workload, batch, options | of_routers)
     options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
-    output = _run(model, workload, {**batch, **options})
+    output = _run(model, workload, {**batch, **options, **of_routers})
     if reference is not None:
         with autocast(workload):
             referred = reference({**batch, **options})
         as_returned(referred, workload)
         del referred
     return _loss_of(output)
+
+
+def router_options(model: torch.nn.Module, workload: Workload) -> dict[str, bool]:
+    """Return the argument by which a mixture computes the loss of its routers; none where the step has no such loss.
+
+    trl asks for it in its trainers for SFT, DPO, KTO, GRPO and RLOO, and not of a reference.
+    """
+    coefficient, config = workload.router_aux_loss_coef, getattr(engine_base(model), "config", None)
+    if coefficient == 0.0 or not isinstance(config, PreTrainedConfig):
+        return {}
+    text = config.get_text_config()
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    return {"output_router_logits": True} if hasattr(text, "output_router_logits") and coefficient else {}
 
 
 def _run(model: torch.nn.Module, workload: Workload, arguments: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from safe_loading._core.workload import Workload
 
+from .forward_pass import router_options
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import Reference
@@ -62,9 +63,10 @@ class GrpoStep:
         with torch.enable_grad(), autocast(workload):
             batch = self._batch()
             mask = batch["attention_mask"][:, -workload.completion_length :]
-            output = self._model(**batch)
+            output = self._model(**batch, **router_options(self._model, workload))
             now = torch.cat([output.log_probs[:, -workload.completion_length :]])
             entropy = torch.cat([output.entropy[:, -workload.completion_length :]])
+            of_routers = output.aux_loss
             del output, batch
         own = [scores[: workload.batch_size] for scores in self._scores]
         old = own[0] if workload.old_log_probs else now.detach()
@@ -77,7 +79,7 @@ class GrpoStep:
             each = each + 0.1 * (torch.exp(own[-1] - now) - (own[-1] - now) - 1)
         loss: torch.Tensor = (each * mask).sum() / (workload.batch_size * workload.completion_length)
         del entropy
-        return loss
+        return loss if of_routers is None else loss + 0.001 * of_routers
 
     def _batch(self) -> dict[str, Any]:
         batch: dict[str, Any] = self._inputs.batch(self._workload.batch_size, self._workload.sequence_length)
