@@ -54,8 +54,7 @@ class Workload:
         eval_batch_size: Rows of a batch of the evaluation between steps; 0 where there is none.
         label_smoothing: Whether the Trainer smoothes the labels, and computes the loss from logits.
         padding_free: Whether the rows of a batch lie one after the other in one row, told apart by their positions.
-        router_aux_loss_coef: The weight of a mixture's loss for its routers: 0.0 leaves it to the model's config, None
-            is trl's default, the coefficient of the config.
+        router_aux_loss_coef: The weight of the loss of a mixture's routers; 0.0 leaves that to the model's config.
         model_init_kwargs: The options with which the trainer loads a model that it is given by name, if it does.
     """
 
@@ -204,12 +203,10 @@ class Workload:
             padding_free: Whether the rows of a batch lie one after the other in one row without a mask, told apart by
                 position_ids, as trl's ``packing=True`` and ``padding_free=True`` have them, and transformers'
                 ``DataCollatorWithFlattening``.
-            router_aux_loss_coef: As in trl's configs: whether a mixture returns the logits of its routers and the loss
-                that balances their load is computed from them. 0.0 leaves that to the model's config, and None takes
-                the coefficient there, as trl's trainers do.
+            router_aux_loss_coef: As in trl's configs, for mixtures whose loss also balances their experts. None takes
+                the coefficient of the model's config; 0.0 leaves it to the config whether the logits of routers stay.
             model_init_kwargs: As in trl's configs, for a forecast or plan of a folder or hub id, which trl's trainers
-                load themselves: ``dtype``, ``attn_implementation``, ``quantization_config``, ``auto_class`` and
-                ``num_labels``. An option of the forecast itself goes before.
+                load themselves (``dtype``, ``quantization_config``, ...). An option of the forecast goes before.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -371,7 +368,8 @@ class Workload:
         if isinstance(self.adapter, os.PathLike):
             facts["adapter"] = os.fspath(self.adapter)
         elif self.adapter is not None and not isinstance(self.adapter, str):
-            facts["adapter"] = {"config": type(self.adapter).__name__, **_json_values(_set_fields(self.adapter))}
+            facts["adapter"] = {"config": type(self.adapter).__name__, **_set_fields(self.adapter)}
+            facts["adapter"] = json.loads(json.dumps(facts["adapter"], default=repr))  # what JSON lacks is its text
         return facts
 
     @staticmethod
@@ -435,11 +433,6 @@ def _set_fields(config: Any) -> dict[str, object]:
         if own != default and field.name not in _NOT_WRITTEN:
             fields[field.name] = sorted(own, key=repr) if isinstance(own, set) else own
     return fields
-
-
-def _json_values(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return fields for JSON, in which values that it has no form for are their text."""
-    return {name: json.loads(json.dumps(value, default=repr)) for name, value in fields.items()}
 
 
 def _class_in(package: str, name: str) -> type[Any]:
