@@ -72,7 +72,7 @@ def shard_references(**options: Any) -> None:
 
 def _loading_references(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> Any:
+    def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
         later = later_weights_of(model)
         if later is None:
             return step(model, accelerator)
