@@ -9,7 +9,7 @@ import math
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
+from peft.utils.hotswap import check_hotswap_configs_compatible
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from safe_loading._checkpoint.adapter_config import factors_of_other_rank
@@ -79,7 +79,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     )
     findings += one_for_all_layers(itertools.chain.from_iterable(saved))
     errors = [finding.problem for finding in errors_of(findings)]
-    # peft pads a smaller rank with zeros, up to the rank of the loaded tensors.
+    # A smaller rank is filled with zeros, up to the rank of the loaded tensors.
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]
     if errors:
@@ -90,10 +90,12 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
 
 
 def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
-    """Overwrite the loaded adapter's values and scaling in place."""
+    """Overwrite the loaded adapter's values and scaling in place.
+
+    Not by peft's ``hotswap_adapter_from_state_dict``: it finds the tensors of an adapter by its name anywhere in a key,
+    and fills those of all others with zeros whose names contain it ("de" in "base_model", "foo" in "foobar").
+    """
     name, config = staged.adapter.name, staged.config
-    # peft finds the layer of a tensor by taking the last parts off its name, which is right for the two factors alone.
-    lora = {key: value for key, value in staged.values.items() if ".lora_A." in key or ".lora_B." in key}
     old_config = model.peft_config[name]
     # On the host: the new values are on the device already, and it may have no room for a third copy.
     old_values = {key: slot.tensor.detach().to("cpu", copy=True) for key, slot in staged.slots.items()}
@@ -108,12 +110,10 @@ def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
         model.peft_config[name] = old_config
 
     with undone_on_error(undo):  # Ctrl-C included: otherwise half of each adapter would be left
-        hotswap_adapter_from_state_dict(model, lora, name, config)
-        _set_scalings(model, name, config)
-        # what else belongs to the adapter: DoRA's magnitudes, modules to save, trained biases
         with torch.no_grad():
-            for key in staged.values.keys() - lora.keys():
-                staged.slots[key].tensor.copy_(staged.values[key])
+            for key, value in staged.values.items():
+                staged.slots[key].tensor.copy_(value)
+        _set_scalings(model, name, config)
         config.inference_mode = old_config.inference_mode
         if staged.padded:
             _describe_padded(config, old_config)
@@ -144,16 +144,19 @@ def _set_scalings(model: PeftModel, name: str, config: LoraConfig) -> None:
 def _filled(model: PeftModel, key: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return a factor with zeros up to the rank that it has in the model; other values as they are.
 
-    peft would append those of all fused experts to the last: the experts are the slowest index of lora_A.
+    Each fused expert, and each group of a convolution, has rows of its own in lora_A.
     """
-    if value.shape == shape or value.dim() != 2:  # of convolutions peft knows the groups
+    if value.shape == shape:
         return value
     path, is_a, _ = key.partition(".lora_A.")
     if not is_a:
-        return torch.nn.functional.pad(value, (0, shape[1] - value.shape[1]))
-    experts = getattr(model.get_submodule(path), "num_experts", 1)
-    each = torch.unflatten(value, 0, (experts, -1))
-    return torch.nn.functional.pad(each, (0, 0, 0, shape[0] // experts - each.shape[1])).flatten(0, 1)
+        return torch.nn.functional.pad(value, (*(0, 0) * (value.dim() - 2), 0, shape[1] - value.shape[1]))
+    layer = model.get_submodule(path)
+    base = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
+    parts = getattr(layer, "num_experts", 1) * getattr(base, "groups", 1)
+    each = torch.unflatten(value, 0, (parts, -1))
+    missing = shape[0] // parts - each.shape[1]
+    return torch.nn.functional.pad(each, (*(0, 0) * (value.dim() - 1), 0, missing)).flatten(0, 1)
 
 
 def _as_split(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -184,7 +187,7 @@ def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded:
         problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
     if padded and any(getattr(each, "use_bdlora", None) for each in configs):  # the rows of each block stand together
         problems.append("the ranks differ and the factors have blocks (use_bdlora). Load it under another name.")
-    # hotswap_adapter_from_state_dict ends in an AttributeError for these
+    # its hotswap_adapter ends in an AttributeError for these
     if any(adapter.name in layer.lora_embedding_A for layer in _layers(model)):
         problems.append("peft cannot swap a LoRA on an embedding. Load it under another name.")
     return problems
@@ -255,7 +258,7 @@ def _differences(
 
 
 def _fits(key: str, old: torch.Size, new: torch.Size) -> bool:
-    """Return whether peft can copy it: the same shape, or a smaller rank, which it pads with zeros."""
+    """Return whether it can be copied: the same shape, or a smaller rank, which zeros fill up."""
     if old == new:
         return True
     # The rank is the first dimension of lora_A and the second of lora_B.

@@ -12,7 +12,7 @@ from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
 from models import SIZES, Made, save_adapter, save_llama
 from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, RegNetConfig, RegNetModel
 
 from safe_loading import (
     AdapterError,
@@ -134,6 +134,34 @@ def test_a_swap_keeps_the_tensors_and_takes_values_and_scaling(model: PeftModel,
 
 
 @needs("peft", "0.20")
+@pytest.mark.parametrize("name", ["foo", "de", "self_attn", "layers"])  # peft#3780; "base_model" has a "de", too
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}])
+def test_a_swap_leaves_the_adapters_whose_keys_hold_its_name(
+    tmp_path: Path, tiny_llama: Path, name: str, kind: dict[str, Any]
+) -> None:
+    one, two = (save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, **kind) for seed in (1, 2))
+    model = load_peft_on_rank(tiny_llama, adapter={name: one, f"{name}bar": one, "fr": one})
+    load_adapter_on_rank(model, two, name, hotswap=True)
+    for other, folder in {name: two, f"{name}bar": one, "fr": one}.items():
+        model.set_adapter(other)
+        assert torch.equal(logits(model), logits(two_steps(folder, tiny_llama))), other
+
+
+@needs("peft", "0.20")
+def test_a_smaller_rank_of_a_convolution_is_padded_group_by_group(tmp_path: Path) -> None:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "groups_width": 4, "layer_type": "x"}
+    RegNetModel(RegNetConfig(**sizes)).save_pretrained(tmp_path / "base")
+    for r in (8, 4):
+        config = LoraConfig(target_modules=["convolution"], r=r, lora_alpha=4, init_lora_weights=False)
+        get_peft_model(RegNetModel.from_pretrained(tmp_path / "base"), config).save_pretrained(tmp_path / str(r))
+    model = load_peft_on_rank(tmp_path / "base", tmp_path / "8")
+    load_adapter_on_rank(model, tmp_path / "4", "default", hotswap=True)
+    expected = PeftModel.from_pretrained(RegNetModel.from_pretrained(tmp_path / "base"), tmp_path / "4")
+    image = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    assert torch.allclose(model(image).last_hidden_state, expected(image).last_hidden_state, atol=1e-5)
+
+
+@needs("peft", "0.20")
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}])
 def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, Any]) -> None:
     one = save_adapter(tmp_path / "one", tiny_llama, seed=1, **kind)
@@ -244,13 +272,13 @@ def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatc
     from safe_loading._loading import hot_swap as swap
 
     before, expected = state(model), logits(model)
-    engine = swap.hotswap_adapter_from_state_dict
+    engine = swap._set_scalings
 
     def interrupted(*arguments: Any) -> None:
         engine(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(swap, "hotswap_adapter_from_state_dict", interrupted)
+    monkeypatch.setattr(swap, "_set_scalings", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_adapter_on_rank(model, other, "default", hotswap=True)
     assert state(model) == before
