@@ -22,10 +22,11 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.faults import fault, note
+from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding, errors_of
 
-from .fused_layouts import RIGHT_BASE, expert_layouts, module_targets, named_as_others, short_name
+from .fused_layouts import RIGHT_BASE, expert_layouts, is_older, module_targets, named_as_others, short_name
 from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
 from .peft_config import of_pattern
 
@@ -73,6 +74,8 @@ def fit_experts(
     fitted = FittedAdapter(config, tensors, [], is_fused=bool(config.target_parameters))
     if fitting.factors:
         fitted = fitting.result()
+    elif tensors and not config.target_parameters:
+        fitted = fitting.without_experts()
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()
     fitted = fitted._replace(findings=[*findings, *fitted.findings])
@@ -139,6 +142,32 @@ class _Fitting:
 
     def _key(self, path: str) -> str:
         return f"{self._facts.weights}: {PEFT_PREFIX}{path}.lora_A.weight"
+
+    def without_experts(self) -> FittedAdapter:
+        """Return an adapter of other modules, which peft would take for experts where they have the same names."""
+        config, routers = deepcopy(self._config), [p.path for p in self._parameters if p.experts is None]
+        if not is_older(self._facts):  # over transformers 5, such a peft left fused experts out, whatever their names
+            self._note_left_out()
+        if self.has_routers_alone:
+            self._set_targets(config, routers)
+            self._leave_dropout_out(config)
+        elif not isinstance(config.target_modules, str):
+            config.target_modules = module_targets(config, self._base, self._parameters)  # type: ignore[assignment]
+        return FittedAdapter(config, self._tensors, self._findings, is_fused=True)
+
+    def _note_left_out(self) -> None:
+        """Note a finding where the config adapts experts, or routers, of which the file has none."""
+        wanted = [p for p in self._parameters if p.experts is not None or not self.has_routers_alone]
+        paths = (f"{p.owner}.0.{leaf}" if p.experts is not None else p.owner for p in wanted for leaf in p.leaves)
+        path = next((path for path in paths if _selects(self._config, path)), None)
+        if path is None or self._config.target_modules is None:  # then those that peft has for the model's type
+            return
+        message = "the config adapts this module of the experts or their router, and the file has no tensor of any"
+        fix = (
+            f"{RIGHT_BASE}, or save the adapter again (gathered, from rank 0); where it was trained without them, put "
+            f'"exclude_modules": ".*(experts\\\\.\\\\d+\\\\..*|mlp\\\\.gate)" into {ADAPTER_CONFIG}'
+        )
+        self._findings.append(fault("adapter-key-missing", self._key(path), message, fix))
 
     def without_dropout(self) -> FittedAdapter:
         """Return the adapter as it is, but for a dropout that peft refuses on the parameter of a router."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,16 @@ from engines import needs
 from faults import adapters as faults
 from models import save_adapter
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
-from safe_loading import AdapterError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading import (
+    AdapterError,
+    check_checkpoint,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+)
 
 pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
 
@@ -185,6 +193,90 @@ def test_an_expert_that_the_config_names_and_the_file_lacks_is_refused(tmp_path:
         load_peft_on_rank(base, cut)
     with pytest.raises(AdapterError):
         merge_lora_checkpoint(base, cut, tmp_path / "merged")
+
+
+# Dense and shared layers have the names of experts, for which peft takes them (peft#3711).
+_SHARED, _DENSE = "model.layers.1.mlp.shared_experts", "model.layers.0.mlp"
+_LEAVES = ("gate_proj", "up_proj", "down_proj")
+_BARE = {"target_modules": ["q_proj", *_LEAVES], "peft_version": "0.18.1"}
+BESIDE_EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "shared, by full names": (
+        {"target_modules": [f"{_SHARED}.{leaf}" for leaf in _LEAVES]},
+        [f"{_SHARED}.{leaf}" for leaf in _LEAVES],
+    ),
+    "shared, by their last parts": (
+        {"target_modules": ["q_proj", "shared_experts.down_proj"]},
+        [f"{_SHARED}.down_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"],
+    ),
+    "shared, by a pattern": ({"target_modules": r".*shared_experts\.up_proj"}, [f"{_SHARED}.up_proj"]),
+    "shared, with routers": (
+        {"target_modules": ["gate", "shared_experts.up_proj"]},
+        [f"{_SHARED}.up_proj", "model.layers.1.mlp.gate"],
+    ),
+    "dense": ({"target_modules": [f"{_DENSE}.up_proj"]}, [f"{_DENSE}.up_proj"]),
+    "one layer": ({"target_modules": ["down_proj"], "layers_to_transform": [0]}, [f"{_DENSE}.down_proj"]),
+    "a peft that converts no config": (
+        _BARE,
+        [
+            *(f"{owner}.{leaf}" for owner in (_DENSE, _SHARED) for leaf in _LEAVES),
+            "model.layers.0.self_attn.q_proj",
+            "model.layers.1.self_attn.q_proj",
+        ],
+    ),
+}
+
+
+def save_beside_experts(folder: Path, base: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An adapter of modules beside the experts, and what it adds to each tensor of the base, worked out by hand."""
+    fields, paths = BESIDE_EXPERTS[kind]
+    weights, tensors, deltas = load_file(base / "model.safetensors"), {}, {}
+    torch.manual_seed(1)
+    for path in paths:
+        rows, columns = weights[f"{path}.weight"].shape
+        a, b = torch.randn(RANK, columns) / 8, torch.randn(rows, RANK) / 8
+        tensors |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
+        deltas[f"{path}.weight"] = ALPHA / RANK * (b.double() @ a.double())
+
+    def replace(old: faults.Tensors) -> None:
+        old.clear()
+        old.update(tensors)
+
+    plain = save_adapter(folder / "plain", base, target_modules=["q_proj"], r=RANK, lora_alpha=ALPHA)
+    return faults.edited(plain, folder / "adapter", tensors=replace, config=lambda c: c.update(fields)), deltas
+
+
+@pytest.fixture
+def with_shared(tmp_path: Path) -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"vocab_size": 101, "intermediate_size": 24, "num_key_value_heads": 2, "n_routed_experts": EXPERTS}
+    sizes |= {"moe_intermediate_size": 20, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1}
+    torch.manual_seed(0)
+    Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, topk_group=1)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("kind", BESIDE_EXPERTS)
+def test_layers_with_the_names_of_experts_are_none(tmp_path: Path, with_shared: Path, kind: str) -> None:
+    adapter, deltas = save_beside_experts(tmp_path, with_shared, kind)
+    assert check_checkpoint(adapter).ok
+    merge_lora_checkpoint(with_shared, adapter, tmp_path / "merged")
+    assert off(tmp_path / "merged", with_shared, deltas) < 1e-6
+    model = load_peft_on_rank(with_shared, {"first": adapter})
+    load_adapter_on_rank(model, adapter, "second")
+    merge_lora_inplace(model, adapter_names=["second"]).save_pretrained(tmp_path / "in memory")
+    assert off(tmp_path / "in memory", with_shared, deltas) < 1e-6
+
+
+def test_a_file_without_the_experts_that_its_config_adapts_is_refused(tmp_path: Path, with_shared: Path) -> None:
+    adapter, deltas = save_beside_experts(tmp_path, with_shared, "a peft that converts no config")
+    newer = faults.edited(adapter, tmp_path / "newer", config=lambda c: c.update(peft_version="0.21.2"))
+    with pytest.raises(AdapterError, match="the file has no tensor of any") as refused:
+        load_peft_on_rank(with_shared, newer)
+    assert len(refused.value.problems) == 1
+    field = "{" + str(refused.value).split("put ")[1].split(" into")[0] + "}"
+    without = faults.edited(newer, tmp_path / "without", config=lambda c: c.update(json.loads(field)))
+    merge_lora_checkpoint(with_shared, without, tmp_path / "merged")
+    assert off(tmp_path / "merged", with_shared, deltas) < 1e-6
 
 
 def test_a_rank_that_the_config_contradicts_is_refused(tmp_path: Path) -> None:
