@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils import AuxiliaryTrainingWrapper
 
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-from safe_loading._model.peft_layers import base_of, is_tuner_layer
+from safe_loading._model.peft_layers import base_of, is_tuner_layer, without_peft_levels
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError
@@ -104,6 +106,7 @@ def check_on_meta(
             continue
         model = injection.model
         problems += errors_in((*adapter.findings, *injection.match.findings, *findings_of_start(adapter, injection)))
+        problems += _tokens_of_copies(adapter, model)
         _remember(adapter, injection)
         built.append(Checked(adapter, injection, before))
     if problems:
@@ -145,11 +148,30 @@ def attach(
     tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter.
     """
     injection = inject_checked(model, adapter, undo=undo, keep_base=keep_base, strict=strict)
+    unusable = _tokens_of_copies(adapter, injection.model)
+    if unusable:
+        raise refusal([adapter], type(base_of(injection.model)).__name__, unusable)
     fill_slots(injection.slots, injection.match.values, devices, dtype)
     overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
     _bring_inputs(injection.model, devices)
     _remember(adapter, injection)
     return _attached(adapter, injection, (*injection.start, *overwritten))
+
+
+def _tokens_of_copies(adapter: Adapter, model: PeftModel) -> list[str]:
+    """Return a problem for each module of which another adapter has a copy, and this one trains tokens.
+
+    peft builds that, and its forward fails: it takes the wrapper of the copy for a layer that it does not know.
+    """
+    return [
+        f"{adapter.facts.config_file}: it trains tokens of {without_peft_levels(without_peft_prefix(path))!r}, of "
+        f"which another adapter has a copy (modules_to_save), and peft's forward fails at both. Load it with a base of "
+        f"its own: load_peft_on_rank(base_model, adapter)."
+        for path, module in model.named_modules()
+        if isinstance(module, TrainableTokensLayer)
+        and adapter.name in module.trainable_tokens_delta
+        and isinstance(module.base_layer, AuxiliaryTrainingWrapper)
+    ]
 
 
 def _attached(adapter: Adapter, injection: Injection, findings: Iterable[Finding]) -> Attached:

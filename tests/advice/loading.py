@@ -57,6 +57,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass base_model=": "loading/test_check_as_load.py::"
         "test_an_adapter_is_checked_with_its_base_where_that_is_there",
     },
+    "_loading/attach.py": {
+        "Load it with a base of its own": "loading/test_load_adapter_on_rank.py::"
+        "test_tokens_of_a_module_that_another_adapter_has_a_copy_of_are_refused",
+    },
     "_loading/experts.py": {
         "correct r and rank_pattern": "loading/test_experts.py::test_a_rank_that_the_config_contradicts_is_refused",
         ", or save the adapter again": _MENDED,

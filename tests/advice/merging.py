@@ -129,6 +129,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_every_kind_is_bit_for_bit_the_merge_in_memory",
     },
     "_merging/weights/lora_layers.py": {
+        "Write the trained rows into the embedding": "merging/test_merge_tokens_of_ties.py::"
+        "test_a_head_with_a_lora_around_trained_tokens_is_refused_with_a_road",
         "Merge before the model is sharded": OUTSIDE,
         "Call .contiguous()": f"{_MERGES}test_a_convolution_of_other_strides_is_merged_once_it_is_contiguous",
         "Leave it out of target_modules": AS_IT_IS,

@@ -435,3 +435,23 @@ def test_an_adapter_without_tokens_is_loaded_and_swapped_beside_one_that_trained
     load_adapter_on_rank(model, swapped, "plain", hotswap=True)
     model.set_adapter("plain")
     assert torch.equal(logits(model), wanted[swapped])
+
+
+@needs("peft", "0.20")
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_tokens_of_a_module_that_another_adapter_has_a_copy_of_are_refused(
+    tmp_path: Path, made: Made, module: str
+) -> None:
+    """peft loads them, and its forward fails."""
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    saved = made.adapter(base, target_modules=["q_proj"], modules_to_save=[module])
+    tokens = made.adapter(base, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    model = load_peft_on_rank(base, saved)
+    before, expected = state(model), logits(model)
+    with pytest.raises(AdapterError, match=rf"it trains tokens of '[\w.]*{module}'.*Load it with a base of its own"):
+        load_adapter_on_rank(model, tokens, "tokens")
+    assert state(model) == before
+    assert torch.equal(logits(model), expected)
+    with pytest.raises(AdapterError, match="it trains tokens of"):
+        load_peft_on_rank(base, {"saved": saved, "tokens": tokens})
+    assert torch.equal(logits(load_peft_on_rank(base, tokens)), logits(two_steps(tokens, base)))

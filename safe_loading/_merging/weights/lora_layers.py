@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
+from peft.utils.other import TrainableTokensWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from safe_loading._core.engines import splits_vocabulary, swaps_features
 from safe_loading._model.formats.fp8 import Fp8Matrix, fp8_matrix_of
-from safe_loading._model.peft_layers import LoraModule
+from safe_loading._model.peft_layers import LoraModule, TunerModule, is_lora_layer, is_tuner_layer
 
 from .update import Term, Update
 from .variants import (
@@ -25,6 +26,12 @@ from .variants import (
     refuse_impossible,
     refuse_other_product,
     refuse_own_forward,
+)
+
+OVER_TOKENS = (
+    "its LoRA lies around rows of the same weight that are trained as tokens (of the tied embedding), which peft loses "
+    "when it merges. Write the trained rows into the embedding of the base, leave them out of the adapter "
+    "(trainable_token_indices in adapter_config.json, trainable_tokens_delta in its file), and merge that"
 )
 
 
@@ -81,12 +88,26 @@ def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     :func:`is_blocked` must be true for it. Layers nested in it as ``base_layer`` are not included.
     """
     refuse_impossible(layer, names)
+    if tokens_inside(layer) is not None:
+        raise CannotMergeError(OVER_TOKENS)
     refuse_other_product(layer.get_base_layer())
     targets = _BUILDERS[_kind_of(layer)](layer, names)
     for target in targets:
         for matrix in target.matrices:
             _check_shapes(target, matrix.update)
     return targets
+
+
+def tokens_inside(layer: TunerModule) -> TunerModule | None:
+    """Return the layer of trained tokens that a LoRA layer is put around; None where it is around the base's own.
+
+    peft does so with the head of a tied embedding whose tokens are trained.
+    """
+    inner: object = getattr(layer, "base_layer", None)
+    while is_lora_layer(inner):
+        inner = inner.base_layer
+    tokens: object = inner.token_adapter if isinstance(inner, TrainableTokensWrapper) else None
+    return tokens if is_tuner_layer(tokens) else None
 
 
 def linear_terms(layer: LoraModule, names: Sequence[str], *, transposed: bool) -> list[Term]:

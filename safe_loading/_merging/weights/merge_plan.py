@@ -17,7 +17,7 @@ from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of
 from safe_loading._model.quantized.recognize import computes_with_others, has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
-from .lora_layers import is_blocked, merge_targets, without_bias
+from .lora_layers import OVER_TOKENS, is_blocked, merge_targets, tokens_inside, without_bias
 from .other_tuners import MERGE_ON_DISK, is_merged_on_disk, why_not_merged_right
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
@@ -68,6 +68,9 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         job = LayerMerge(path, layer, "tokens", chosen, [*rows], [(layer, chosen)], before)
         _check_tensors(job)
         return job
+    tokens = tokens_inside(layer)
+    if tokens is not None and _adapters_to_merge(layer, names, adapters_of(layer) | adapters_of(tokens)):
+        raise CannotMergeError(OVER_TOKENS)
     _refuse_rounded(layer, names, dequantize)
     _refuse_codes_of_now(layer, names, dequantize)
     if not is_lora_layer(layer):
