@@ -64,6 +64,8 @@ MADE_BY_TESTS = {
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
         "trained-beside": "loading/test_other_writers.py::"
         "test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them",
+        "adapter-named-as-module": "loading/test_load_adapter_on_rank.py::"
+        "test_an_adapter_with_the_name_of_modules_is_told_as_peft_saves_others_without_them",
         "current-device": "loading/test_contexts_on_cuda.py::test_the_device_of_a_rank_is_made_current",
         "expert-factors-widened": "loading/test_experts.py::test_scalings_that_16_bits_would_round_widen_the_factors",
         "fused-layout-unknown": "loading/test_expert_layouts.py::test_square_experts_without_a_version_are_refused",

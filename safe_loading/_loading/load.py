@@ -27,6 +27,7 @@ from safe_loading._core.engines import set_adapter
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, errors_of
+from safe_loading._core.walk import unordered_modules
 from safe_loading._model.formats.four_bit import reordering_findings
 from safe_loading._model.layout.layout import read_layout
 from safe_loading._model.layout.packed_modules import corrected_by_headers
@@ -320,7 +321,7 @@ def _attach_all(
         findings += attached.findings
     if not isinstance(model, PeftModel):
         raise AdapterError("There is no adapter to attach.")
-    return Loaded(model, parts, findings)
+    return Loaded(model, parts, [*findings, *names_of_modules(model)])
 
 
 def _attach(
@@ -375,6 +376,21 @@ def current_device_findings(device: torch.device, given: torch.device | str | in
     )
     fix = f"call torch.accelerator.set_device_index({device.index}), and send inputs to model.device"
     return [note("info", "current-device", device, message, fix)]
+
+
+def names_of_modules(model: PeftModel) -> list[Finding]:
+    """Return a finding for each of several adapters whose name modules of the base have."""
+    if len(model.peft_config) < 2:
+        return []
+    parts: set[str] = set().union(*(module._modules for module in unordered_modules(model, adapters=False)))
+    message = (
+        "modules of the base have the name of this adapter, and peft's save_pretrained leaves out of the files of the "
+        "others what they adapt in them"
+    )
+    return [
+        note("warning", "adapter-named-as-module", f"adapter {name!r}", message, "load it under another name")
+        for name in sorted(parts & model.peft_config.keys())
+    ]
 
 
 def warn_of_errors(findings: Sequence[Finding]) -> None:

@@ -32,7 +32,7 @@ from .attach_alike import attach_alike
 from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
 from .inject import check_adapter_name, prepare, to_add_one
-from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
+from .load import adapter_part, current_device_findings, names_of_modules, restored_by, warn_of_errors
 from .report import LoadReport
 from .sources import LoadRequest
 from .split_base import alone_findings, said_of_split_base
@@ -136,6 +136,7 @@ def load_adapter_on_rank(
                 outcome = _attach(own, prepared, devices, undo, own_dtype, is_trainable=is_trainable, strict=strict)
             check_contexts(contexts_before, target, *devices.by_module.values())
             findings = [*outcome.findings, *notes, *(alone_findings(own) if is_trainable else ())]
+            findings += [] if hotswap else names_of_modules(own)
             warn_of_errors(findings)
         # A swap overwrites values, and this rank could not undo that on the others: it waits until all ranks can.
         attached = commit_swap(own, outcome) if isinstance(outcome, StagedSwap) else outcome

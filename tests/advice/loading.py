@@ -148,6 +148,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Correct it, or leave": "loading/test_old_names.py::test_a_key_mapping_that_is_none_is_refused",
     },
     "_loading/load.py": {
+        "load it under another name": "loading/test_load_adapter_on_rank.py::"
+        "test_an_adapter_with_the_name_of_modules_is_told_as_peft_saves_others_without_them",
         "call torch.accelerator.set_device_index": "loading/test_contexts_on_cuda.py::"
         "test_the_device_of_a_rank_is_made_current",
         "Move the adapter's files": f"{_ADVISED}test_an_adapter_beside_a_base_gets_a_folder_of_its_own",

@@ -455,3 +455,24 @@ def test_tokens_of_a_module_that_another_adapter_has_a_copy_of_are_refused(
     with pytest.raises(AdapterError, match="it trains tokens of"):
         load_peft_on_rank(base, {"saved": saved, "tokens": tokens})
     assert torch.equal(logits(load_peft_on_rank(base, tokens)), logits(two_steps(tokens, base)))
+
+
+def test_an_adapter_with_the_name_of_modules_is_told_as_peft_saves_others_without_them(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, other: Path
+) -> None:
+    wanted = {"other": logits(two_steps(other, tiny_llama)), "self_attn": logits(two_steps(tiny_adapter, tiny_llama))}
+    model = load_peft_on_rank(tiny_llama, {"self_attn": tiny_adapter, "other": other})
+    (finding,) = model.load_report.findings
+    assert (finding.code, finding.where) == ("adapter-named-as-module", "adapter 'self_attn'")
+    model.save_pretrained(tmp_path / "saved")  # peft#3584
+    assert len(load_file(tmp_path / "saved" / "other" / faults.WEIGHTS)) < len(load_file(other / faults.WEIGHTS))
+    assert not load_peft_on_rank(tiny_llama, {"self_attn": tiny_adapter}).load_report.findings
+
+    assert "load it under another name" in str(finding)
+    model = load_peft_on_rank(tiny_llama, {"attention": tiny_adapter})
+    assert not load_adapter_on_rank(model, other, "other").findings
+    model.save_pretrained(tmp_path / "renamed")
+    for name, key in (("attention", "self_attn"), ("other", "other")):
+        assert torch.equal(logits(two_steps(tmp_path / "renamed" / name, tiny_llama)), wanted[key])
+    report = load_adapter_on_rank(model, tiny_adapter, "layers")
+    assert [finding.code for finding in report.findings] == ["adapter-named-as-module"]
