@@ -114,8 +114,10 @@ def with_new_names(config: PeftConfig, old: OldNames | None, base: torch.nn.Modu
     if targets is not None and targets != "all-linear":
         layers = tuple(f"{path}." for path, _ in outermost_tuner_layers(base))
         modules = [name for name, _ in base.named_modules() if name and not name.startswith(layers)]
-        by_old = {name for name in modules if check_target_module_exists(config, old.old_name(name))}
-        if by_old != {name for name in modules if check_target_module_exists(result, name)}:
+        by_new = {name for name in modules if check_target_module_exists(result, name)}
+        # some writers give the modules' old names to the tensors alone
+        by_old = {name for name in modules if check_target_module_exists(config, old.old_name(name))} or by_new
+        if by_old != by_new:
             settings["target_modules"] = by_old
             settings |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
         if settings.get("feedforward_modules"):  # of IA3, which scales the inputs of these

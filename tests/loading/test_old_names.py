@@ -174,6 +174,17 @@ def test_patterns_and_full_names_speak_of_the_old_names(tmp_path: Path, name: st
     assert_adds(tmp_path / "again", base, truth)
 
 
+@pytest.mark.parametrize("kind", ["listed", "by a pattern"])
+def test_a_config_may_have_the_new_names_where_the_tensors_have_the_old(tmp_path: Path, kind: str) -> None:
+    """Exporters rename the one and leave the other (NVIDIA-NeMo/Automodel#3672)."""
+    base = save_base(tmp_path, "Qwen2VLForConditionalGeneration")
+    new = [f"model.language_model.layers.{number}.self_attn.q_proj" for number in (0, 1)]
+    targets = new if kind == "listed" else r"model\.language_model\.layers\.\d+\.self_attn\.q_proj"
+    old = [name.replace("language_model.", "") for name in new]
+    adapter, truth = save_old_adapter(tmp_path, base, {"target_modules": targets}, old.__contains__)
+    assert_right(tmp_path, base, adapter, truth)
+
+
 ONE = {"layers.1.attention.q_proj": 2}
 
 
