@@ -326,7 +326,8 @@ def _fix_of_unexpected(path: str, model: PeftModel, fitting: str | None) -> str:
             if f"{path}.".startswith(f"{name}."):
                 return (
                     f"the adapter was saved with this head: load the base, call attach_head(base, {name!r}, ...) with "
-                    f"a module like it, and pass that base"
+                    f"a module like it, and pass that base; where it is the head of a task, pass the class that has "
+                    f"it, such as auto_class=AutoModelForSequenceClassification"
                 )
     if fitting is None:
         return _RIGHT_BASE

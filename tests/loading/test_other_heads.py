@@ -67,6 +67,24 @@ def test_the_fix_names_the_number_of_labels_with_which_it_loads(
         assert torch.allclose(merged(first).logits, expected(first).logits, atol=1e-5)
 
 
+def test_a_head_whose_task_no_config_names_is_loaded_by_its_class(tmp_path: Path, tiny_llama: Path) -> None:
+    """transformers saves the adapters that it put in itself without a task (sentence-transformers#3980)."""
+    auto: Any = AutoModelForSequenceClassification
+    trained = classifier(tiny_llama)
+    trained.add_adapter(LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], init_lora_weights=False))
+    trained.save_pretrained(tmp_path / "adapter")
+    first = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        expected = trained.eval()(first).logits
+    with pytest.raises(AdapterError, match=r"pass the class that has it, such as auto_class=(\w+)") as refused:
+        load_peft_on_rank(tiny_llama, tmp_path / "adapter")
+    assert auto.__name__ in str(refused.value)
+    model = load_peft_on_rank(tiny_llama, tmp_path / "adapter", auto_class=auto)
+    assert torch.equal(model(first).logits, expected)
+    merge_lora_checkpoint(tiny_llama, tmp_path / "adapter", tmp_path / "merged", auto_class=auto)
+    assert torch.allclose(classifier(tmp_path / "merged").eval()(first).logits, expected, atol=1e-5)
+
+
 def test_a_head_of_another_size_that_no_adapter_replaces_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     classifier(tiny_llama, 2).save_pretrained(tmp_path / "base")
     plain = save_adapter(tmp_path / "adapter", tiny_llama)
