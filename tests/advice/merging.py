@@ -124,6 +124,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_merging/weights/dequantize.py": {"Keep it as an adapter": AS_IT_IS},
     "_merging/weights/other_tuners.py": {
+        "Merge one of them": "merging/test_merge_other_methods.py::"
+        "test_adapters_that_peft_runs_otherwise_than_it_merges_them_are_refused",
         "Keep the adapter": AS_IT_IS,
         "save the adapter and merge it with merge_lora_checkpoint": f"{_DISK}.py::"
         "test_every_kind_is_bit_for_bit_the_merge_in_memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from test_merge_lora_checkpoint import TOKENS, loaded, on_disk
 from tiny_models import saved as saved_as_published
 from transformers import AutoModel, AutoModelForCausalLM, Wav2Vec2Config, Wav2Vec2Model
 
-from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace, verify_merge
+from safe_loading import (
+    AdapterError,
+    MergeError,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+    verify_merge,
+)
 from safe_loading._merging.disk import write_tensors
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -61,10 +69,10 @@ IN_MEMORY_ALONE: dict[str, Any] = {
 }
 
 
-def saved(folder: Path, base: Path, config: Any) -> Path:
+def saved(folder: Path, base: Path, config: Any, *, seed: int = 0) -> Path:
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), config)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -163,6 +171,71 @@ def test_what_is_not_merged_on_disk_is_refused_with_the_way_in_memory(
     expected = logits(model)
     merge_lora_inplace(model).save_pretrained(tmp_path / "out")
     assert torch.allclose(logits(loaded(tmp_path / "out")), expected, atol=1e-5)
+
+
+SEVERAL: dict[str, Any] = {
+    **{name: METHODS[name] for name in ("IA3", "LoHa", "OFT", "BOFT", "HRA", "VeRA", "RoAd", "VB-LoRA")},
+    "DoRA": peft.LoraConfig(**LINEAR, r=4, use_dora=True),
+    "PiSSA": peft.LoraConfig(**LINEAR, r=4, init_lora_weights="pissa"),
+    "OLoRA": peft.LoraConfig(**LINEAR, r=4, init_lora_weights="olora"),
+}
+
+
+def two(tmp_path: Path, base: Path, config: Any, other: Any = None) -> list[Path]:
+    first = saved(tmp_path / "first", base, copy.deepcopy(config))
+    return [first, saved(tmp_path / "second", base, copy.deepcopy(other or config), seed=1)]
+
+
+@pytest.mark.parametrize("method", SEVERAL)
+def test_two_adapters_are_merged_into_what_the_model_computes_with_both(
+    tmp_path: Path, bases: dict[torch.dtype, Path], method: str
+) -> None:
+    base = bases[torch.float32]
+    adapters = two(tmp_path, base, SEVERAL[method])
+    model = load_peft_on_rank(base, dict(zip("ab", adapters, strict=True)))
+    model.base_model.set_adapter(["a", "b"])
+    wanted = logits(model)
+    merge_lora_checkpoint(base, adapters, tmp_path / "merged")
+    assert verify_merge(base, adapters, tmp_path / "merged").ok
+    assert torch.allclose(logits(loaded(tmp_path / "merged")), wanted, atol=1e-5)
+    marked = merge_lora_inplace(model, unload=False)
+    assert torch.allclose(logits(marked), wanted, atol=1e-5)
+    if method in ("OFT", "IA3", "LoHa"):
+        marked.unmerge_adapter()
+        assert torch.allclose(logits(marked), wanted, atol=1e-4)
+    assert torch.allclose(logits(merge_lora_inplace(model)), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [METHODS["C3A"], IN_MEMORY_ALONE["OSF"]], ids=["C3A", "OSF"])
+def test_adapters_that_peft_runs_otherwise_than_it_merges_them_are_refused(
+    tmp_path: Path, bases: dict[torch.dtype, Path], config: Any
+) -> None:
+    base = bases[torch.float32]
+    adapters = two(tmp_path, base, config)
+    model = load_peft_on_rank(base, dict(zip("ab", adapters, strict=True)))
+    wanted = logits(model)
+    with pytest.raises(MergeError, match=r"computes something else\. Merge one of them"):
+        merge_lora_inplace(model, adapter_names=["a", "b"])
+    if config in METHODS.values():
+        with pytest.raises(MergeError, match=r"computes something else\. Merge one of them"):
+            merge_lora_checkpoint(base, adapters, tmp_path / "merged")
+    assert torch.allclose(logits(merge_lora_inplace(model, adapter_names=["a"])), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [{"init_lora_weights": "olora"}, {"r": 2}])
+def test_starts_that_take_different_parts_out_of_the_base_are_refused(
+    tmp_path: Path, bases: dict[torch.dtype, Path], other: dict[str, Any]
+) -> None:
+    base = bases[torch.float32]
+    second = peft.LoraConfig(**{**LINEAR, "r": 4, "init_lora_weights": "pissa", **other})
+    adapters = two(tmp_path, base, SEVERAL["PiSSA"], second)
+    with pytest.raises(MergeError, match=r"take different parts out of it.*Merge one of them"):
+        merge_lora_checkpoint(base, adapters, tmp_path / "merged")
+    with pytest.raises(AdapterError, match=r"base-changed-again"):
+        load_peft_on_rank(base, dict(zip("ab", adapters, strict=True)))
+    merge_lora_checkpoint(base, adapters[1], tmp_path / "merged")
+    wanted = logits(load_peft_on_rank(base, adapters[1]))
+    assert torch.allclose(logits(loaded(tmp_path / "merged")), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["AdaLoRA", "SHiRA", "PSOFT", "HiRA", "LoHa"])

@@ -27,6 +27,10 @@ class BaseChangingInit:
     order: torch.Tensor | None = None
     dim: int = 0
 
+    def is_like(self, other: BaseChangingInit) -> bool:
+        """Return whether another init takes the same part out of the same weight."""
+        return (self.kind, self.rank, self.scaling) == (other.kind, other.rank, other.scaling)
+
     def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight that remains after the init, in its dtype; needs several times the weight in float32."""
         if self.order is not None:  # the bits of a decomposition depend on the order, which must be the model's

@@ -148,7 +148,8 @@ class _Collector:
             self.problems.append(f"{path}: {', '.join(left)} of its {type(layer).__name__} is in no file. {IN_MEMORY}")
             return
         computed = [reason for attribute in ("weight", "bias") if (reason := why_computed(base, attribute))]
-        self.problems += [f"{path}: {reason}" for reason in (*computed, why_not_merged_right(layer)) if reason]
+        wrong = why_not_merged_right(layer, [name for name in order if name in adapters_of(layer)])
+        self.problems += [f"{path}: {reason}" for reason in (*computed, wrong) if reason]
         for attribute, merge in tuner_merges(layer, tuple(order)).items():
             name, record = self._record(base, attribute, path)
             if record is not None:
@@ -166,7 +167,7 @@ class _Collector:
                 self.problems.append(f"{name}: {path} and another layer change the same module. {IN_MEMORY}")
 
     def _collect_inits(self, path: str, layer: LoraModule, adapters: Sequence[Adapter]) -> None:
-        """Record the inits by which the adapters subtracted from the weight before training, one after the other."""
+        """Record how the adapters changed the weight before training: once for all, as they are loaded."""
         for adapter in adapters:
             init = init_of(layer, adapter.name, adapter.config) if adapter.name in adapters_of(layer) else None
             _, record = ("", None) if init is None else self._record(layer.get_base_layer(), "weight", path)
@@ -177,7 +178,15 @@ class _Collector:
                     f"{', '.join(record.names)}: its {init.kind} init cannot be repeated on a weight that is tied or "
                     f"replaced. {IN_MEMORY}"
                 )
-            record.inits.append(init)
+            if not record.inits:
+                record.inits.append(init)
+            elif not record.inits[0].is_like(init):
+                self.problems.append(
+                    f"{', '.join(record.names)}: the {record.inits[0].kind} init of one adapter and the {init.kind} "
+                    f"init of another take different parts out of it, and each was trained without the other's. "
+                    f"Merge one of them, or convert both to plain LoRAs where they were trained "
+                    f"(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+                )
 
     def _collect_saved_module(self, path: str, wrapper: ModulesToSaveWrapper, order: Sequence[str]) -> None:
         originals = dict(wrapper.original_module.named_modules())

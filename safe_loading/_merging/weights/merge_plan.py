@@ -77,7 +77,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
             _refuse_base(layer)
-            wrong = why_not_merged_right(layer)
+            wrong = why_not_merged_right(layer, chosen)
             if wrong is not None:
                 raise CannotMergeError(wrong)
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ KNOWN = frozenset(PeftType[name] for name in _NAMES.split() if name in PeftType.
 DEPENDS_ON_THE_INPUT = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
 # Methods whose layers peft cannot build, or not whole, without the values of the base.
 _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
+# Layers that run several adapters otherwise than peft merges them, by what they hold their adapters in.
+_ONE_BY_ONE = {
+    "c3a_kernel": "peft gives each C3A after the first what the one before it returned, and merges each for itself",
+    "osf_svd_params": "peft runs the first of several OSF adapters alone, and merges all",
+}
 MERGE_ON_DISK = "save the adapter and merge it with merge_lora_checkpoint"
 
 
@@ -88,14 +93,25 @@ class TunerMerge:
         if adapters is not None:
             own.to(adapters)
         with torch.no_grad():
-            own.eval().merge(safe_merge=False, adapter_names=list(self.names))
+            own.eval().merge(safe_merge=False, adapter_names=in_order_of_merge(own, self.names))
         merged: torch.Tensor = getattr(base, self.attribute)
         return merged.data
 
 
-def why_not_merged_right(layer: TunerModule) -> str | None:
+def in_order_of_merge(layer: TunerModule, names: Sequence[str]) -> list[str]:
+    """Return the order in which peft has to merge adapters for the weight to compute what the layer does with them.
+
+    OFT turns the input by the first one first, which is the last factor of the weight.
+    """
+    return list(reversed(names)) if hasattr(layer, "oft_R") else list(names)
+
+
+def why_not_merged_right(layer: TunerModule, names: Collection[str]) -> str | None:
     """Return why peft's merge of a layer computes something else than the layer; None where it does not."""
     base: Any = layer.get_base_layer()
+    for attribute, reason in _ONE_BY_ONE.items():
+        if len(names) > 1 and hasattr(layer, attribute):
+            return f"{reason}, so that the merged one computes something else. Merge one of them"
     if isinstance(layer, OFTConv2d) and any(size != 1 for size in base.kernel_size):
         return (
             f"peft's OFT of a convolution with kernel_size={tuple(base.kernel_size)} turns the input in another order "
@@ -124,7 +140,7 @@ def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite
         round_into(values.to(weight.device), weight)
         if check_finite and not is_finite(weight):
             raise ValueError(f"its merged {attribute} holds NaN, infinity or a number beyond {weight.dtype}")
-    layer.merged_adapters.extend(names)
+    layer.merged_adapters.extend(in_order_of_merge(layer, names))  # which peft's unmerge goes back
 
 
 def tuner_merges(layer: TunerModule, names: tuple[str, ...]) -> dict[str, TunerMerge]:

@@ -23,7 +23,14 @@ from safe_loading.errors import MergeError
 from .dequantize import merged_rows, terms_of
 from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
-from .other_tuners import DEPENDS_ON_THE_INPUT, KNOWN, is_plain, merge_in_float64, of_the_input
+from .other_tuners import (
+    DEPENDS_ON_THE_INPUT,
+    KNOWN,
+    in_order_of_merge,
+    is_plain,
+    merge_in_float64,
+    of_the_input,
+)
 from .variants import CannotMergeError
 
 _SCRATCH_BYTES = 1 << 20  # of the exact sum, in float64
@@ -57,7 +64,7 @@ def merge_all_by_peft(
                 merge_in_float64(job.layer, job.names, check_finite=check_finite)
                 continue
             with decoded_rightly_on_the_cpu():
-                job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
+                job.layer.merge(safe_merge=check_finite, adapter_names=in_order_of_merge(job.layer, job.names))
             lost = None if before is None else _relative_error(job, before)
             if lost is not None:
                 errors[path] = lost
