@@ -222,6 +222,65 @@ def test_adapters_that_peft_runs_otherwise_than_it_merges_them_are_refused(
     assert torch.allclose(logits(merge_lora_inplace(model, adapter_names=["a"])), wanted, atol=1e-5)
 
 
+MIXED: dict[str, Any] = {
+    "LoRA": peft.LoraConfig(**SQUARE, r=4),
+    "DoRA": peft.LoraConfig(**SQUARE, r=4, use_dora=True),
+    "LoHa": peft.LoHaConfig(**SQUARE, r=4),
+    "OFT": peft.OFTConfig(**SQUARE, oft_block_size=8),
+    "LoRA elsewhere": peft.LoraConfig(target_modules=["o_proj", "down_proj"], r=2),
+}
+
+
+def mixed(base: Path, inner: str, outer: str) -> Any:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        model: Any = peft.get_peft_model(plain, copy.deepcopy(MIXED[inner]), "inner", mixed=True)
+        model.add_adapter("outer", copy.deepcopy(MIXED[outer]))
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "hada_", "oft_")):
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("active", [["inner", "outer"], ["inner"], ["outer"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [("LoRA", "LoHa"), ("LoHa", "LoRA"), ("LoRA", "OFT"), ("OFT", "LoRA elsewhere"), ("DoRA", "OFT"), ("LoHa", "OFT")],
+)
+def test_the_layers_of_a_mixed_model_are_merged_from_the_inside(
+    bases: dict[torch.dtype, Path], inner: str, outer: str, active: list[str]
+) -> None:
+    model = mixed(bases[torch.float32], inner, outer)
+    model.set_adapter(active)
+    wanted = logits(model)
+    marked = merge_lora_inplace(model, unload=False)
+    assert torch.allclose(logits(marked), wanted, atol=1e-5)
+    marked.unmerge_adapter()
+    assert torch.allclose(logits(marked), wanted, atol=1e-4)
+    merged = merge_lora_inplace(model)
+    assert not any(isinstance(module, BaseTunerLayer) for module in merged.modules())
+    assert torch.allclose(logits(merged), wanted, atol=1e-4)
+
+
+def test_a_mixed_model_that_cannot_be_merged_is_as_it_was(bases: dict[torch.dtype, Path]) -> None:
+    model = mixed(bases[torch.float32], "LoHa", "DoRA")
+    model.set_adapter(["inner", "outer"])
+    wanted = logits(model)
+    with pytest.raises(MergeError, match="is a DoRA around adapters of another method"):
+        merge_lora_inplace(model)
+    assert torch.equal(logits(model), wanted)
+    model = mixed(bases[torch.float32], "LoHa", "LoRA")
+    model.set_adapter(["inner", "outer"])
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].self_attn.q_proj.base_layer.hada_w1_a["inner"][0] = float("nan")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(MergeError, match="its adapter 'inner' holds NaN"):
+        merge_lora_inplace(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if not tensor.isnan().any())
+
+
 @pytest.mark.parametrize("other", [{"init_lora_weights": "olora"}, {"r": 2}])
 def test_starts_that_take_different_parts_out_of_the_base_are_refused(
     tmp_path: Path, bases: dict[torch.dtype, Path], other: dict[str, Any]

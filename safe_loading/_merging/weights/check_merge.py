@@ -125,7 +125,9 @@ def _not_finite(job: LayerMerge, *, scratch_bytes: int) -> list[str]:
     problems = []
     if job.method == "peft":
         # peft's own check comes layer by layer, and for some engines before the adapter is added
-        bad = [name for name in job.names if not all(map(is_finite, _adapter_tensors(job.layer, name)))]
+        levels = job.levels or [(job.layer, job.names)]
+        pairs = [(layer, name) for layer, names in levels for name in names]
+        bad = [name for layer, name in pairs if not all(map(is_finite, _adapter_tensors(layer, name)))]
         problems += [f"{job.path}: its adapter {name!r} holds NaN or infinity." for name in bad]
     for target in job.targets:
         if isinstance(target, TokenRows):

@@ -37,6 +37,8 @@ class LayerMerge:
     # The layers whose ``merged_adapters`` grow, with the names.
     marks: list[tuple[TunerModule, tuple[str, ...]]] = dataclasses.field(default_factory=list)
     merged_before: tuple[str, ...] = ()  # the adapters that were merged already
+    # Of a mixed model: the layers of several methods around one module, from the inside, with what each merges.
+    levels: list[tuple[TunerModule, tuple[str, ...]]] = dataclasses.field(default_factory=list)
 
     def name_of(self, target: MergeTarget | TokenRows) -> str:
         """Return the name of a weight in the unloaded base model."""

@@ -13,7 +13,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._model.formats.registry import is_decoded_at_forward
-from safe_loading._model.peft_layers import LoraModule, TunerModule, adapters_of, is_lora_layer, outermost_tuner_layers
+from safe_loading._model.peft_layers import (
+    LoraModule,
+    TunerModule,
+    adapters_of,
+    is_lora_layer,
+    is_tuner_layer,
+    outermost_tuner_layers,
+)
 from safe_loading._model.quantized.recognize import computes_with_others, has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
@@ -73,6 +80,8 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         raise CannotMergeError(OVER_TOKENS)
     _refuse_rounded(layer, names, dequantize)
     _refuse_codes_of_now(layer, names, dequantize)
+    if is_tuner_layer(getattr(layer, "base_layer", None)) and not isinstance(layer, ParamWrapper):
+        return _plan_levels(path, layer, names)
     if not is_lora_layer(layer):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
         if chosen:
@@ -106,6 +115,37 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
             job.marks += [(out_proj, chosen)] if is_lora_layer(out_proj) else []
     _check_tensors(job)
     return job
+
+
+def _plan_levels(path: str, layer: TunerModule, names: Sequence[str] | None) -> LayerMerge:
+    """Plan the merge of the layers of several methods around one module (``PeftMixedModel``), by peft from the inside.
+
+    What each of them does is done to what the ones inside of it compute.
+    """
+    levels: list[TunerModule] = [layer]
+    while is_tuner_layer(inner := getattr(levels[-1], "base_layer", None)):
+        levels.append(inner)
+    chosen = [(level, _adapters_to_merge(level, names, adapters_of(level))) for level in reversed(levels)]
+    chosen = [(level, merged) for level, merged in chosen if merged]
+    before = tuple(name for level in levels for name in level.merged_adapters)
+    if not chosen:
+        return LayerMerge(path, layer, "peft", (), merged_before=before)
+    if is_quantized(layer.get_base_layer()):
+        raise CannotMergeError(f"{len(levels)} methods adapt it, and its weight is quantized. Keep the adapters")
+    for number, (level, merged) in enumerate(chosen):
+        if not is_lora_layer(level):
+            _refuse_base(level)
+            if (wrong := why_not_merged_right(level, merged)) is not None:
+                raise CannotMergeError(wrong)
+            continue
+        _check_peft_merge(level, merged)
+        if (number or before) and any(level.use_dora.get(name) for name in merged):
+            raise CannotMergeError(
+                f"{list(merged)} is a DoRA around adapters of another method, and needs the norm of the weight without "
+                f"them, which peft's merge takes with them. Keep the adapter"
+            )
+    all_names = tuple(name for _, merged in chosen for name in merged)
+    return LayerMerge(path, layer, "peft", all_names, merged_before=before, levels=chosen)
 
 
 def _refuse_rounded(layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> None:

@@ -52,7 +52,7 @@ def merge_all_by_peft(
     if not jobs:
         return []
     backup, path, errors = _Backup(), "", dict[str, float]()
-    in_float64 = [job for job in jobs if KNOWN.issuperset(methods) and is_plain(job.layer)]
+    in_float64 = [job for job in jobs if KNOWN.issuperset(methods) and is_plain(job.layer) and not job.levels]
     try:
         for job in jobs:
             held.deliver()
@@ -64,7 +64,8 @@ def merge_all_by_peft(
                 merge_in_float64(job.layer, job.names, check_finite=check_finite)
                 continue
             with decoded_rightly_on_the_cpu():
-                job.layer.merge(safe_merge=check_finite, adapter_names=in_order_of_merge(job.layer, job.names))
+                for layer, names in job.levels or [(job.layer, job.names)]:
+                    layer.merge(safe_merge=check_finite, adapter_names=in_order_of_merge(layer, names))
             lost = None if before is None else _relative_error(job, before)
             if lost is not None:
                 errors[path] = lost
