@@ -75,9 +75,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         job = LayerMerge(path, layer, "tokens", chosen, [*rows], [(layer, chosen)], before)
         _check_tensors(job)
         return job
-    tokens = tokens_inside(layer)
-    if tokens is not None and _adapters_to_merge(layer, names, adapters_of(layer) | adapters_of(tokens)):
-        raise CannotMergeError(OVER_TOKENS)
+    _refuse_tokens(layer, names)
     _refuse_rounded(layer, names, dequantize)
     _refuse_codes_of_now(layer, names, dequantize)
     if is_tuner_layer(getattr(layer, "base_layer", None)) and not isinstance(layer, ParamWrapper):
@@ -146,6 +144,13 @@ def _plan_levels(path: str, layer: TunerModule, names: Sequence[str] | None) -> 
             )
     all_names = tuple(name for _, merged in chosen for name in merged)
     return LayerMerge(path, layer, "peft", all_names, merged_before=before, levels=chosen)
+
+
+def _refuse_tokens(layer: TunerModule, names: Sequence[str] | None) -> None:
+    """Refuse a merge into a weight of which rows are trained as tokens inside of its LoRA."""
+    tokens = tokens_inside(layer)
+    if tokens is not None and _adapters_to_merge(layer, names, adapters_of(layer) | adapters_of(tokens)):
+        raise CannotMergeError(OVER_TOKENS)
 
 
 def _refuse_rounded(layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> None:

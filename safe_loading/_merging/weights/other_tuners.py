@@ -99,7 +99,7 @@ class TunerMerge:
 
 
 def in_order_of_merge(layer: TunerModule, names: Sequence[str]) -> list[str]:
-    """Return the order in which peft has to merge adapters for the weight to compute what the layer does with them.
+    """Return adapters in the order in which peft has to merge them, so that the weight computes as their layer does.
 
     OFT turns the input by the first one first, which is the last factor of the weight.
     """
