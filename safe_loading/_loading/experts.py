@@ -27,7 +27,14 @@ from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding, errors_of
 
 from .fused_layouts import RIGHT_BASE, expert_layouts, is_older, module_targets, named_as_others, short_name
-from .fused_parameters import FusedParameter, fused_factors, fused_keys, fused_parameters, parameter_of_leaves
+from .fused_parameters import (
+    FusedParameter,
+    fused_factors,
+    fused_keys,
+    fused_parameters,
+    is_converted_by_peft,
+    parameter_of_leaves,
+)
 from .peft_config import of_pattern
 
 _FACTOR = re.compile(rf"{re.escape(PEFT_PREFIX)}(?P<path>.+)\.lora_(?P<factor>[AB])\.weight")
@@ -74,7 +81,7 @@ def fit_experts(
     fitted = FittedAdapter(config, tensors, [], is_fused=bool(config.target_parameters))
     if fitting.factors:
         fitted = fitting.result()
-    elif tensors and not config.target_parameters:
+    elif tensors and not config.target_parameters and is_converted_by_peft(base):
         fitted = fitting.without_experts()
     elif fitting.has_routers_alone:
         fitted = fitting.without_dropout()

@@ -141,6 +141,15 @@ def in_layout_of_peft(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tenso
     return {"A": a.flatten(0, 1).contiguous(), "B": b.permute(1, 2, 0).flatten(1).contiguous()}
 
 
+def is_converted_by_peft(base: torch.nn.Module) -> bool:
+    """Return whether peft converts the configs of adapters on this base: it knows some families alone."""
+    conversion: Any = importlib.import_module(_CONVERSION)
+    model_type = getattr(getattr(base, "config", None), "model_type", "")
+    family = seen_here(conversion, "_MODEL_TO_CONVERSION_PATTERN").get(model_type)
+    tables = (getattr(conversion, name, {}) for name in ("_MOE_TARGET_MODULE_MAPPING", "_MOE_FUSED_TARGETS"))
+    return all(table.get(family) for table in tables)
+
+
 @contextmanager
 def without_conversion_by_peft(base: torch.nn.Module) -> Iterator[None]:
     """Keep peft from converting a config that names fused parameters already.
