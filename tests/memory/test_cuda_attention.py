@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
+from safe_loading import Workload
 from safe_loading._memory.trace.cuda_attention import _efficient_workspace, fused_attention
+from safe_loading._memory.trace.cuda_paths import cuda_paths
+from safe_loading._memory.trace.trace_step import trace_step
 
 T4, A100, L4, H100 = (7, 5), (8, 0), (8, 9), (9, 0)
 HALF, FLOAT = torch.float16, torch.float32
@@ -113,3 +117,26 @@ def test_a_trained_bias_has_a_gradient_for_each_row_and_head_in_lines_of_16_numb
         assert gradients[0].untyped_storage().nbytes() == 2 * 8 * 128 * 128 * 2
         assert bias.grad is not None
         assert bias.grad.shape == bias.shape
+
+
+class _HeadsFirst(torch.nn.Module):
+    """Attention whose query lies with its heads before its tokens, or as it came out of a projection."""
+
+    def __init__(self, *, in_order: bool) -> None:
+        super().__init__()
+        self.project, self.in_order = torch.nn.Linear(64, 64, dtype=torch.bfloat16), in_order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).view(2, 16, 4, 16).transpose(1, 2)
+        query = heads.contiguous() if self.in_order else heads
+        return functional.scaled_dot_product_attention(query, heads, heads).transpose(1, 2).reshape(2, 16, 64).sin()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_flash_attention_copies_an_output_with_heads_first_for_its_backward_pass(in_order: bool) -> None:
+    """As Whisper's is: an output lies as the query does, and the kernel of the backward pass wants tokens first."""
+    model, step = _HeadsFirst(in_order=in_order), Workload.train(2, 16, labels=False, optimizer="none")
+    with cuda_paths((8, 0)):
+        trace = trace_step(model, step, inputs={"x": torch.empty(2, 16, 64, dtype=torch.bfloat16)})
+    copies = [a for a in trace.allocations if "clone" in a.op and a.phase == "backward" and a.bytes == 2 * 16 * 64 * 2]
+    assert len(copies) == in_order

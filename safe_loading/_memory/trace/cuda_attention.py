@@ -151,6 +151,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: _Context, *grads: torch.Tensor) -> _Gradients:
         query, key, value, output, sums, state, offset = ctx.saved_tensors
         dropout, causal, scale = ctx.options
+        # what lies with its heads before its tokens, as an output does whose query was put in order
+        copies = [tensor.transpose(1, 2).contiguous() for tensor in (grads[0], output)]
         gradients = aten._scaled_dot_product_flash_attention_backward(
             grads[0], query, key, value, output, sums, *ctx.sequence_sizes, dropout, causal, state, offset, scale=scale
         )
@@ -163,7 +165,7 @@ class _FlashAttention(torch.autograd.Function):
         ]
         if heads != key.shape[1]:  # dk_expanded and dv_expanded: one for each query head, summed afterwards
             scratch += [key.new_empty((batch, key.shape[2], heads, key.shape[3])) for _ in range(2)]
-        del scratch
+        del scratch, copies
         return (*gradients, None, None, None)
 
 

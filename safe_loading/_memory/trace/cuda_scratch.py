@@ -69,14 +69,34 @@ def outputs_of(call: OperationCall, out: object) -> object:
     if call.func in _PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
         x = call.args[0]
         return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
+    first = out[0] if isinstance(out, tuple) and out else out
+    order = _order_of_output(call)
+    if order is not None and isinstance(first, torch.Tensor) and not first.is_contiguous(memory_format=order):
+        first = torch.empty_like(first, memory_format=order)
+    elif call.func is aten.hardswish_backward.default and isinstance(first, torch.Tensor):
+        first = torch.empty_like(call.args[0])  # in the order of the gradient
     if not isinstance(out, tuple):
-        return out
-    if call.func is aten.native_batch_norm.default and CARD.get() is None and not _is_in_order(call.args[0]):
-        return torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:]  # as batch_norm_cpu makes it
-    if CARD.get() is None or call.func is not aten.native_layer_norm.default:
-        return out
-    # layer_norm_cuda keeps its statistics in the dtype in which it adds up
-    return out[0], *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
+        return first
+    if CARD.get() is None or call.func not in _NORMS:
+        return first, *out[1:]
+    # their kernels keep statistics in the dtype in which they add up
+    return first, *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
+
+
+def _order_of_output(call: OperationCall) -> torch.memory_format | None:
+    """Return the order in which a kernel makes its first output, where fake tensors keep that of an input; else None.
+
+    Which these are was found by running torch's kernels on inputs whose dimensions were changed over.
+    """
+    on_card = CARD.get() is not None
+    if call.func in _IN_ORDER or (on_card and call.func in _IN_ORDER_ON_CARDS):
+        return torch.contiguous_format
+    if call.func is aten.native_batch_norm.default:  # as batch_norm_cpu makes it
+        return None if on_card or _is_in_order(call.args[0]) else torch.contiguous_format
+    if call.func is not aten.native_batch_norm_backward.default:
+        return None
+    trains = call.args[_TRAINS_BACKWARD]
+    return torch.contiguous_format if on_card and not trains else suggest_memory_format(call.args[1])
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,21 @@ _RULES = {
 
 CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
 _PATCHES = frozenset({aten.im2col.default, aten.col2im.default})
+_MASK = 10  # the place of the gradients that are asked for among the arguments of a convolution's backward pass
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_NORMS = frozenset({aten.native_layer_norm.default, aten.native_batch_norm.default})
 _TRAINING = 5  # the place of the switch among the arguments of a batch norm
+_TRAINS_BACKWARD = 7  # and of its backward pass
+# whose first output is contiguous whatever the order of their inputs
+_IN_ORDER = frozenset(
+    {
+        aten.native_layer_norm_backward.default,
+        aten._fused_rms_norm_backward.default,
+        aten._log_softmax_backward_data.default,
+        aten.mse_loss_backward.default,
+    }
+)
+_IN_ORDER_ON_CARDS = frozenset({aten.pixel_shuffle.default, aten.reflection_pad2d.default})
 _TABLE = 6  # the place of the first table among their arguments
 
 _OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
@@ -235,19 +269,38 @@ def _of_contiguous(call: OperationCall, out: torch.Tensor, card: Processors) -> 
 def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return the copies that cuDNN's convolutions take of an input in no order of theirs, or else of the weight."""
     x, weight = call.args[:2]
-    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = orders.get(x.dim())
+    last = _LAST.get(x.dim())
     if last is None or (x.is_contiguous() and not weight.is_contiguous(memory_format=last)):
         return () if x.is_contiguous() else (x.nbytes,)
-    channels_last = any(each.is_contiguous(memory_format=last) and not each.is_contiguous() for each in (x, weight))
-    order = last if channels_last else torch.contiguous_format
+    order = last if any(_is_last(each, last) for each in (x, weight)) else torch.contiguous_format
     return tuple(each.nbytes for each in (x, weight) if not each.is_contiguous(memory_format=order))
+
+
+def _of_convolution_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of what lies in no order of cuDNN's: of the input, the gradient of the output, the weight."""
+    gradient, x, weight = call.args[:3]
+    of_input, of_weight = call.args[_MASK][:2]
+    last = _LAST.get(x.dim())
+    channels_last = last is not None and any(_is_last(each, last) for each in (x, weight))
+    order = last if channels_last and last is not None else torch.contiguous_format
+    read = [*([x] if of_weight else []), *([weight] if of_input else [])]
+    copied = [each.nbytes for each in read if not each.is_contiguous(memory_format=order)]
+    # the gradient comes into the order of the input first, which is the kernel's where it is read as well
+    first = order if of_weight or last is None else suggest_memory_format(x)
+    moved = not gradient.is_contiguous(memory_format=first)
+    again = first != order if moved else not gradient.is_contiguous(memory_format=order)
+    return (*copied, *([gradient.nbytes] * (moved + again)))
 
 
 def _of_batch_norm(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return the copy in float32 from which statistics of bfloat16 in no usual order are computed."""
     x, training = call.args[0], call.args[_TRAINING]
     return (2 * x.nbytes,) if training and x.dtype == torch.bfloat16 and not _is_in_order(x) else ()
+
+
+def _is_last(x: torch.Tensor, last: torch.memory_format) -> bool:
+    """Whether an image lies with its channels last, and not first as well."""
+    return x.is_contiguous(memory_format=last) and not x.is_contiguous()
 
 
 def _is_in_order(x: torch.Tensor) -> bool:
@@ -275,11 +328,14 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     aten.index_put.default: _of_index_put,
     aten.index_put_.default: _of_index_put,
     aten.convolution.default: _of_convolution,
+    aten.convolution_backward.default: _of_convolution_backward,
     aten.native_batch_norm.default: _of_batch_norm,
     **dict.fromkeys(_CONTIGUOUS, _of_contiguous),
 }
 # which take it before their output
-SCRATCH_FIRST = frozenset({aten.index.Tensor, aten.convolution.default, *_PATCHES, *_CONTIGUOUS})
+SCRATCH_FIRST = frozenset(
+    {aten.index.Tensor, aten.convolution.default, aten.convolution_backward.default, *_PATCHES, *_CONTIGUOUS}
+)
 
 
 def _reduced(call: OperationCall, dims: int) -> frozenset[int]:

@@ -1,0 +1,87 @@
+"""The order in which kernels lay their outputs down, for inputs whose dimensions were changed over.
+
+Fake tensors often keep an input's order where a kernel does not, and what reads the output then copies, or does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from safe_loading._memory.trace.cuda_scratch import CARD, card_of, outputs_of
+from safe_loading._memory.trace.operation import OperationCall
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
+
+aten = torch.ops.aten
+ALL = [True] * 3
+
+
+def calls(device: str) -> Iterator[tuple[str, OperationCall]]:
+    """Yield operations on each pair of orders of their first two inputs, with a name for each."""
+    with torch.device(device):
+        weight, mean = torch.ones(5), torch.ones(2, 7, 1)
+        of_tokens = [torch.ones(2, 7, 5), torch.ones(2, 5, 7).transpose(1, 2)]
+        for (a, gradient), (b, x) in ((g, y) for g in enumerate(of_tokens) for y in enumerate(of_tokens)):
+            for name, func, *args in (
+                ("layer_norm", aten.native_layer_norm_backward, gradient, x, [5], mean, mean, weight, weight, ALL),
+                ("log_softmax", aten._log_softmax_backward_data, gradient, x, -1, x.dtype),
+                ("softmax", aten._softmax_backward_data, gradient, x, -1, x.dtype),
+                ("mse", aten.mse_loss_backward, gradient.sum(), gradient, x, 1),
+                ("gelu", aten.gelu_backward, gradient, x),
+                ("hardswish", aten.hardswish_backward, gradient, x),
+            ):
+                yield f"{name} {a} {b}", OperationCall(func.default, tuple(args), {})
+            if device != "cpu":  # which has no such kernel
+                args = (gradient, x, [5], mean, weight, [True, True])
+                yield f"rms_norm {a} {b}", OperationCall(aten._fused_rms_norm_backward.default, args, {})
+        weight = torch.ones(8)
+        first, last, mixed = torch.ones(2, 8, 4, 4), torch.ones(2, 4, 4, 8), torch.ones(2, 4, 8, 4)
+        images = [first, last.permute(0, 3, 1, 2), mixed.transpose(1, 2)]
+        for (a, gradient), (b, x) in ((g, y) for g in enumerate(images) for y in enumerate(images)):
+            for trains in (True, False):
+                args = (gradient, x, weight, weight, weight, weight, weight, trains, 1e-5, ALL)
+                yield f"batch_norm {trains} {a} {b}", OperationCall(aten.native_batch_norm_backward.default, args, {})
+        for b, x in enumerate(images):
+            kernel = torch.ones(8, 8, 3, 3)
+            args = (x, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+            yield f"convolution {b}", OperationCall(aten.convolution.default, args, {})
+            yield f"pixel_shuffle {b}", OperationCall(aten.pixel_shuffle.default, (x, 2), {})
+            yield f"reflection {b}", OperationCall(aten.reflection_pad2d.default, (x, [1, 1, 1, 1]), {})
+
+
+def strides(out: Any) -> list[int]:
+    first: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
+    return list(first.stride())
+
+
+def predicted() -> dict[str, list[int]]:
+    """The strides that a trace gives the outputs."""
+    with FakeTensorMode():
+        return {name: strides(outputs_of(call, call.run())) for name, call in calls("cpu")}
+
+
+def test_outputs_lie_as_the_cpu_lays_them_down() -> None:
+    assert predicted() == {name: strides(call.run()) for name, call in calls("cpu")}
+
+
+@pytest.mark.gpu
+def test_outputs_lie_as_cuda_lays_them_down(cuda: CudaRunner) -> None:
+    script = """
+        from test_output_orders import calls, strides
+        case(lambda: {name: strides(call.run()) for name, call in calls("cuda")}, "orders")
+    """
+    token = CARD.set(card_of((9, 0)))
+    try:
+        mine = predicted()
+    finally:
+        CARD.reset(token)
+    found = cuda.run(script, env={"SIMCUDA_VALUES": "0"})["orders"]
+    assert len(mine) > 50
+    assert {name: found[name] for name in mine} == mine
+    assert all(found[name] == [35, 5, 1] for name in found.keys() - mine.keys())
