@@ -234,14 +234,15 @@ def test_unknown_numbers_are_assumed_finite() -> None:
 class _Wide(nn.Module):
     """Counts the hidden tokens of rows in a mask for every pair of tokens, of which it may write to one part first."""
 
-    def __init__(self, *, write: bool = False, read_others: bool = False) -> None:
+    def __init__(self, *, write: bool = False, read_others: bool = False, cast: bool = False) -> None:
         super().__init__()
         self.scale, self.write, self.read_others = nn.Parameter(torch.ones(1)), write, read_others
+        self.cast = cast
 
     def forward(self, mask: torch.Tensor) -> torch.Tensor:
         tokens = torch.arange(mask.shape[1], device=mask.device)
         seen = (mask[:, None, None, :] > 0) & (tokens[None, None, :, None] >= 0)
-        wide = torch.where(seen, 0.0, -1.0)
+        wide = seen.float() - 1 if self.cast else torch.where(seen, 0.0, -1.0)
         row = wide[:, 0, 0, :]
         if self.write:
             row.masked_fill_(tokens == 0, -1.0)
@@ -260,6 +261,7 @@ def counted(module: nn.Module) -> int:
 
 def test_a_mask_for_every_pair_of_tokens_is_known_where_it_repeats_that_of_the_tokens() -> None:
     assert counted(_Wide()) == counted(_Wide(read_others=True)) == 7
+    assert counted(_Wide(cast=True)) == 7  # as LED makes it
 
 
 def test_what_is_written_to_one_part_of_it_is_not_taken_for_the_others() -> None:

@@ -251,7 +251,8 @@ class KnownValues:
             view = self.compute(call)
             return view if isinstance(view, torch.Tensor) and view.shape == out.shape else None
         inputs = [value for tensor in call.tensors() if (value := self.get(tensor)) is not None]
-        if torch.Tag.pointwise not in call.func.tags or len(inputs) < len(call.tensors()):
+        elementwise = torch.Tag.pointwise in call.func.tags or call.func is aten._to_copy.default
+        if not elementwise or len(inputs) < len(call.tensors()):
             return None
         with _on_real_tensors():
             same = [dim for dim in range(-out.dim(), 0) if all(_is_same_along(value, dim) for value in inputs)]
