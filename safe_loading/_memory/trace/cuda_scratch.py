@@ -277,19 +277,27 @@ def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) ->
 
 
 def _of_convolution_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return the copies of what lies in no order of cuDNN's: of the input, the gradient of the output, the weight."""
+    """Return the larger of what a convolution's gradients take: copies in the order of the kernel, or the bias's sum.
+
+    The copies are of the input, the weight and the gradient of the output. That of the weight is gone before the
+    weight's own gradient is made, which is as large.
+    """
     gradient, x, weight = call.args[:3]
-    of_input, of_weight = call.args[_MASK][:2]
+    of_input, of_weight, of_bias = call.args[_MASK]
     last = _LAST.get(x.dim())
     channels_last = last is not None and any(_is_last(each, last) for each in (x, weight))
     order = last if channels_last and last is not None else torch.contiguous_format
-    read = [*([x] if of_weight else []), *([weight] if of_input else [])]
+    read = [x] if of_weight else [weight] if of_input else []
     copied = [each.nbytes for each in read if not each.is_contiguous(memory_format=order)]
     # the gradient comes into the order of the input first, which is the kernel's where it is read as well
     first = order if of_weight or last is None else suggest_memory_format(x)
     moved = not gradient.is_contiguous(memory_format=first)
     again = first != order if moved else not gradient.is_contiguous(memory_format=order)
-    return (*copied, *([gradient.nbytes] * (moved + again)))
+    copied += [gradient.nbytes] * (moved + again)
+    dims = frozenset(dim for dim in range(x.dim()) if dim != 1)
+    size = gradient.itemsize
+    summed = split_over_blocks(gradient.shape, gradient.stride(), dims, size, max(size, 4), 4, card) if of_bias else ()
+    return tuple(copied) if sum(copied) >= sum(summed) else summed
 
 
 def _of_batch_norm(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
