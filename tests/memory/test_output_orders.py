@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from safe_loading._memory.trace.cuda_scratch import CARD, card_of, outputs_of
+from safe_loading._memory.trace.cuda_scratch import CARD, card_of
 from safe_loading._memory.trace.operation import OperationCall
+from safe_loading._memory.trace.operation_cache import outputs_of
 
 if TYPE_CHECKING:
     from cuda_runs import CudaRunner
@@ -28,29 +29,36 @@ def calls(device: str) -> Iterator[tuple[str, OperationCall]]:
         weight, mean = torch.ones(5), torch.ones(2, 7, 1)
         of_tokens = [torch.ones(2, 7, 5), torch.ones(2, 5, 7).transpose(1, 2)]
         for (a, gradient), (b, x) in ((g, y) for g in enumerate(of_tokens) for y in enumerate(of_tokens)):
-            for name, func, *args in (
-                ("layer_norm", aten.native_layer_norm_backward, gradient, x, [5], mean, mean, weight, weight, ALL),
-                ("log_softmax", aten._log_softmax_backward_data, gradient, x, -1, x.dtype),
-                ("softmax", aten._softmax_backward_data, gradient, x, -1, x.dtype),
-                ("mse", aten.mse_loss_backward, gradient.sum(), gradient, x, 1),
-                ("gelu", aten.gelu_backward, gradient, x),
-                ("hardswish", aten.hardswish_backward, gradient, x),
-            ):
-                yield f"{name} {a} {b}", OperationCall(func.default, tuple(args), {})
+            cases: list[tuple[str, Any, tuple[Any, ...]]] = [
+                ("layer_norm", aten.native_layer_norm_backward, (gradient, x, [5], mean, mean, weight, weight, ALL)),
+                ("log_softmax", aten._log_softmax_backward_data, (gradient, x, -1, x.dtype)),
+                ("softmax", aten._softmax_backward_data, (gradient, x, -1, x.dtype)),
+                ("mse", aten.mse_loss_backward, (gradient.sum(), gradient, x, 1)),
+                ("gelu", aten.gelu_backward, (gradient, x)),
+                ("hardswish", aten.hardswish_backward, (gradient, x)),
+            ]
             if device != "cpu":  # which has no such kernel
-                args = (gradient, x, [5], mean, weight, [True, True])
-                yield f"rms_norm {a} {b}", OperationCall(aten._fused_rms_norm_backward.default, args, {})
+                cases.append(("rms_norm", aten._fused_rms_norm_backward, (gradient, x, [5], mean, weight, [True] * 2)))
+            yield from ((f"{name} {a} {b}", OperationCall(func.default, args, {})) for name, func, args in cases)
         weight = torch.ones(8)
         first, last, mixed = torch.ones(2, 8, 4, 4), torch.ones(2, 4, 4, 8), torch.ones(2, 4, 8, 4)
         images = [first, last.permute(0, 3, 1, 2), mixed.transpose(1, 2)]
         for (a, gradient), (b, x) in ((g, y) for g in enumerate(images) for y in enumerate(images)):
             for trains in (True, False):
-                args = (gradient, x, weight, weight, weight, weight, weight, trains, 1e-5, ALL)
-                yield f"batch_norm {trains} {a} {b}", OperationCall(aten.native_batch_norm_backward.default, args, {})
+                of_norm = (gradient, x, weight, weight, weight, weight, weight, trains, 1e-5, ALL)
+                yield (
+                    f"batch_norm {trains} {a} {b}",
+                    OperationCall(aten.native_batch_norm_backward.default, of_norm, {}),
+                )
+        pixel = torch.ones(2, 8, 1, 1).as_strided((2, 8, 1, 1), (8, 1, 8, 8))
+        yield "relu of a pixel", OperationCall(aten.relu.default, (pixel,), {})
+        yield "sum of pixels", OperationCall(aten.add.Tensor, (pixel, pixel), {})
+        yield "pixel plus one", OperationCall(aten.add.Tensor, (pixel, 1), {})
+        yield "copy of a pixel", OperationCall(aten.clone.default, (pixel,), {})
         for b, x in enumerate(images):
             kernel = torch.ones(8, 8, 3, 3)
-            args = (x, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-            yield f"convolution {b}", OperationCall(aten.convolution.default, args, {})
+            convolved = (x, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+            yield f"convolution {b}", OperationCall(aten.convolution.default, convolved, {})
             yield f"pixel_shuffle {b}", OperationCall(aten.pixel_shuffle.default, (x, 2), {})
             yield f"reflection {b}", OperationCall(aten.reflection_pad2d.default, (x, [1, 1, 1, 1]), {})
 

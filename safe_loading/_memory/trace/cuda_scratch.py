@@ -61,44 +61,6 @@ def card_of(capability: tuple[int, int]) -> Processors:
     return _CARDS.get(capability, _USUAL_CARD)
 
 
-def outputs_of(call: OperationCall, out: object) -> object:
-    """Return the outputs of a call as the kernels of this context's card make them, where fake tensors are others.
-
-    What folds patches together (`_PATCHES`) shrinks a tensor as large as its input, whose memory stays, on any device.
-    """
-    if call.func in _PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
-        x = call.args[0]
-        return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
-    first = out[0] if isinstance(out, tuple) and out else out
-    order = _order_of_output(call)
-    if order is not None and isinstance(first, torch.Tensor) and not first.is_contiguous(memory_format=order):
-        first = torch.empty_like(first, memory_format=order)
-    elif call.func is aten.hardswish_backward.default and isinstance(first, torch.Tensor):
-        first = torch.empty_like(call.args[0])  # in the order of the gradient
-    if not isinstance(out, tuple):
-        return first
-    if CARD.get() is None or call.func not in _NORMS:
-        return first, *out[1:]
-    # their kernels keep statistics in the dtype in which they add up
-    return first, *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
-
-
-def _order_of_output(call: OperationCall) -> torch.memory_format | None:
-    """Return the order in which a kernel makes its first output, where fake tensors keep that of an input; else None.
-
-    Which these are was found by running torch's kernels on inputs whose dimensions were changed over.
-    """
-    on_card = CARD.get() is not None
-    if call.func in _IN_ORDER or (on_card and call.func in _IN_ORDER_ON_CARDS):
-        return torch.contiguous_format
-    if call.func is aten.native_batch_norm.default:  # as batch_norm_cpu makes it
-        return None if on_card or _is_in_order(call.args[0]) else torch.contiguous_format
-    if call.func is not aten.native_batch_norm_backward.default:
-        return None
-    trains = call.args[_TRAINS_BACKWARD]
-    return torch.contiguous_format if on_card and not trains else suggest_memory_format(call.args[1])
-
-
 @dataclass(frozen=True)
 class _Rule:
     """How one kernel reduces: the bytes that a thread keeps, by the input's dtype, and how many numbers it loads."""
@@ -137,22 +99,10 @@ _RULES = {
 }
 
 CTC_BACKWARD = frozenset({aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor})
-_PATCHES = frozenset({aten.im2col.default, aten.col2im.default})
+PATCHES = frozenset({aten.im2col.default, aten.col2im.default})
 _MASK = 10  # the place of the gradients that are asked for among the arguments of a convolution's backward pass
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_NORMS = frozenset({aten.native_layer_norm.default, aten.native_batch_norm.default})
 _TRAINING = 5  # the place of the switch among the arguments of a batch norm
-_TRAINS_BACKWARD = 7  # and of its backward pass
-# whose first output is contiguous whatever the order of their inputs
-_IN_ORDER = frozenset(
-    {
-        aten.native_layer_norm_backward.default,
-        aten._fused_rms_norm_backward.default,
-        aten._log_softmax_backward_data.default,
-        aten.mse_loss_backward.default,
-    }
-)
-_IN_ORDER_ON_CARDS = frozenset({aten.pixel_shuffle.default, aten.reflection_pad2d.default})
 _TABLE = 6  # the place of the first table among their arguments
 
 _OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
@@ -162,7 +112,7 @@ def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[in
     """Return the bytes of each buffer that a call takes while it runs on the card of this context, in their order."""
     if call.func in CTC_BACKWARD:  # the second table, from the end of the texts, on any device
         return (call.args[_TABLE].nbytes,)
-    if call.func in _PATCHES and outputs:
+    if call.func in PATCHES and outputs:
         x = call.args[0]
         copied = () if x.is_contiguous() else (x.nbytes,)
         return (*copied, x.nbytes) if outputs[0].nbytes > x.nbytes else copied  # an output starts as large as the input
@@ -270,7 +220,7 @@ def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) ->
     """Return the copies that cuDNN's convolutions take of an input in no order of theirs, or else of the weight."""
     x, weight = call.args[:2]
     last = _LAST.get(x.dim())
-    if last is None or (x.is_contiguous() and not weight.is_contiguous(memory_format=last)):
+    if last is None:
         return () if x.is_contiguous() else (x.nbytes,)
     order = last if any(_is_last(each, last) for each in (x, weight)) else torch.contiguous_format
     return tuple(each.nbytes for each in (x, weight) if not each.is_contiguous(memory_format=order))
@@ -303,15 +253,15 @@ def _of_convolution_backward(call: OperationCall, out: torch.Tensor, card: Proce
 def _of_batch_norm(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return the copy in float32 from which statistics of bfloat16 in no usual order are computed."""
     x, training = call.args[0], call.args[_TRAINING]
-    return (2 * x.nbytes,) if training and x.dtype == torch.bfloat16 and not _is_in_order(x) else ()
+    return (2 * x.nbytes,) if training and x.dtype == torch.bfloat16 and not is_in_order(x) else ()
 
 
 def _is_last(x: torch.Tensor, last: torch.memory_format) -> bool:
-    """Whether an image lies with its channels last, and not first as well."""
-    return x.is_contiguous(memory_format=last) and not x.is_contiguous()
+    """Whether an image lies with its channels last, by the order of its strides, as kernels ask."""
+    return suggest_memory_format(x) == last
 
 
-def _is_in_order(x: torch.Tensor) -> bool:
+def is_in_order(x: torch.Tensor) -> bool:
     """Whether an image or a sequence lies with its channels first or last."""
     return x.is_contiguous() or x.is_contiguous(memory_format=suggest_memory_format(x))
 
@@ -342,7 +292,7 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
 }
 # which take it before their output
 SCRATCH_FIRST = frozenset(
-    {aten.index.Tensor, aten.convolution.default, aten.convolution_backward.default, *_PATCHES, *_CONTIGUOUS}
+    {aten.index.Tensor, aten.convolution.default, aten.convolution_backward.default, *PATCHES, *_CONTIGUOUS}
 )
 
 

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 from safe_loading._core.interrupts import HeldSignals
 
-from .cuda_scratch import ADDS_IN_PLACE, CTC_BACKWARD, SCRATCH_FIRST, outputs_of, scratch_of
+from .cuda_scratch import ADDS_IN_PLACE, CTC_BACKWARD, SCRATCH_FIRST, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
-from .operation_cache import NEW, OperationCache, changes_a_list
+from .operation_cache import NEW, OperationCache, changes_a_list, outputs_of
 from .records import Crossing, Problem
 
 aten = torch.ops.aten

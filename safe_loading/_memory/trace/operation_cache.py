@@ -1,4 +1,7 @@
-"""The shapes of operations' outputs, remembered by the shapes of their inputs, so that equal layers cost little.
+"""Outputs of operations: in the order of torch's kernels, and remembered by their inputs, so that layers cost less.
+
+A fake tensor often keeps the order of an input where a kernel does not, and what reads the output then copies, or does
+not. Tests hold the rules against torch's own kernels, on the CPU and on CUDA.
 
 FakeTensorMode has such a cache too, but its keys must tell symbolic sizes, constants and sparse layouts apart, and
 making and comparing them takes most of a trace. None of these occurs here, so shapes, strides and dtypes are enough.
@@ -16,17 +19,33 @@ from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .cuda_scratch import CARD, PATCHES, is_in_order
 from .fake_tensor_maker import FakeTensorMaker
 from .operation import OperationCall
 
+aten = torch.ops.aten
 NEW = object()
 """In place of outputs: the cache does not know the operation."""
 _LIST = "List[Tensor]"  # the type of several outputs, or of several arguments, in an operation's schema
 _OF_LISTS = ("aten::_foreach_", "aten::_fused_")
 _PLAIN = (int, float, str, torch.dtype, torch.layout, torch.memory_format)
 _HOST = torch.device("cpu")
+_ONE_PIXEL = (1, 1)
+_NORMS = frozenset({aten.native_layer_norm.default, aten.native_batch_norm.default})
+_TRAINS_BACKWARD = 7  # the place of the switch among the arguments of a batch norm's backward pass
+# whose first output is contiguous whatever the order of their inputs
+_IN_ORDER = frozenset(
+    {
+        aten.native_layer_norm_backward.default,
+        aten._fused_rms_norm_backward.default,
+        aten._log_softmax_backward_data.default,
+        aten.mse_loss_backward.default,
+    }
+)
+_IN_ORDER_ON_CARDS = frozenset({aten.pixel_shuffle.default, aten.reflection_pad2d.default})
 # A key says which accelerators of a call are the same, not which ones they are, because the layers on one accelerator
 # are like those on the next: a number counts the call's accelerators in order of appearance.
 _Device = int | torch.device
@@ -179,3 +198,55 @@ def _extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def outputs_of(call: OperationCall, out: object) -> object:
+    """Return the outputs of a call as the kernels of this context's card make them, where fake tensors are others.
+
+    What folds patches together (`PATCHES`) shrinks a tensor as large as its input, whose memory stays, on any device.
+    """
+    if call.func in PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
+        x = call.args[0]
+        return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
+    first = out[0] if isinstance(out, tuple) and out else out
+    order = _order_of_output(call)
+    if order is not None and isinstance(first, torch.Tensor) and not first.is_contiguous(memory_format=order):
+        first = torch.empty_like(first, memory_format=order)
+    elif call.func is aten.hardswish_backward.default and isinstance(first, torch.Tensor):
+        first = torch.empty_like(call.args[0])  # in the order of the gradient
+    elif isinstance(first, torch.Tensor) and first.shape[2:] == _ONE_PIXEL and _is_fast(call, first):
+        first = first.new_empty(first.shape)
+    if not isinstance(out, tuple):
+        return first
+    if CARD.get() is None or call.func not in _NORMS:
+        return first, *out[1:]
+    # their kernels keep statistics in the dtype in which they add up
+    return first, *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
+
+
+def _is_fast(call: OperationCall, out: torch.Tensor) -> bool:
+    """Whether a kernel asks nothing but whether its inputs are contiguous (``fast_set_up`` of TensorIterator.cpp).
+
+    Images of one pixel are, with their channels first or last, and then have them first.
+    """
+    if torch.Tag.pointwise not in call.func.tags or call.func is aten.clone.default:
+        return False
+    wanted = sum(str(argument.type) == "Tensor" for argument in call.func._schema.arguments)  # a number may be one
+    tensors = call.tensors()
+    return len(tensors) >= wanted and all(each.shape == out.shape and each.is_contiguous() for each in tensors)
+
+
+def _order_of_output(call: OperationCall) -> torch.memory_format | None:
+    """Return the order in which a kernel makes its first output, where fake tensors keep that of an input; else None.
+
+    Which these are was found by running torch's kernels on inputs whose dimensions were changed over.
+    """
+    on_card = CARD.get() is not None
+    if call.func in _IN_ORDER or (on_card and call.func in _IN_ORDER_ON_CARDS):
+        return torch.contiguous_format
+    if call.func is aten.native_batch_norm.default:  # as batch_norm_cpu makes it
+        return None if on_card or is_in_order(call.args[0]) else torch.contiguous_format
+    if call.func is not aten.native_batch_norm_backward.default:
+        return None
+    trains = call.args[_TRAINS_BACKWARD]
+    return torch.contiguous_format if on_card and not trains else suggest_memory_format(call.args[1])
