@@ -142,8 +142,9 @@ def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[in
 
 
 def _of_softmax_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    # gradient * output, which the kernel adds up
-    return (call.args[0].numel() * max(tensor.itemsize for tensor in call.args[:2]),)
+    # gradient * output, which the kernel adds up, and those of both that do not lie in order
+    copied = (tensor.nbytes for tensor in call.args[:2] if not tensor.is_contiguous())
+    return (call.args[0].numel() * max(tensor.itemsize for tensor in call.args[:2]), *copied)
 
 
 def _of_safe_softmax(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
@@ -219,35 +220,60 @@ def _of_contiguous(call: OperationCall, out: torch.Tensor, card: Processors) -> 
 def _of_convolution(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return the copies that cuDNN's convolutions take of an input in no order of theirs, or else of the weight."""
     x, weight = call.args[:2]
-    last = _LAST.get(x.dim())
-    if last is None:
-        return () if x.is_contiguous() else (x.nbytes,)
-    order = last if any(_is_last(each, last) for each in (x, weight)) else torch.contiguous_format
+    order = _order_of_convolution(x, weight)
     return tuple(each.nbytes for each in (x, weight) if not each.is_contiguous(memory_format=order))
 
 
+def _order_of_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    last = _LAST.get(x.dim())
+    return last if last and any(_is_last(each, last) for each in (x, weight)) else torch.contiguous_format
+
+
 def _of_convolution_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return the larger of what a convolution's gradients take: copies in the order of the kernel, or the bias's sum.
+    """Return the larger scratch of a convolution's gradients: copies in the order of the kernel, or the bias's sum.
 
     The copies are of the input, the weight and the gradient of the output. That of the weight is gone before the
     weight's own gradient is made, which is as large.
     """
     gradient, x, weight = call.args[:3]
     of_input, of_weight, of_bias = call.args[_MASK]
-    last = _LAST.get(x.dim())
-    channels_last = last is not None and any(_is_last(each, last) for each in (x, weight))
-    order = last if channels_last and last is not None else torch.contiguous_format
+    order = _order_of_convolution(x, weight)
     read = [x] if of_weight else [weight] if of_input else []
     copied = [each.nbytes for each in read if not each.is_contiguous(memory_format=order)]
     # the gradient comes into the order of the input first, which is the kernel's where it is read as well
-    first = order if of_weight or last is None else suggest_memory_format(x)
+    first = order if of_weight or x.dim() not in _LAST else suggest_memory_format(x)
     moved = not gradient.is_contiguous(memory_format=first)
     again = first != order if moved else not gradient.is_contiguous(memory_format=order)
     copied += [gradient.nbytes] * (moved + again)
-    dims = frozenset(dim for dim in range(x.dim()) if dim != 1)
-    size = gradient.itemsize
-    summed = split_over_blocks(gradient.shape, gradient.stride(), dims, size, max(size, 4), 4, card) if of_bias else ()
+    how = frozenset(range(x.dim())) - {1}, gradient.itemsize, max(gradient.itemsize, 4), 4, card
+    summed = split_over_blocks(gradient.shape, gradient.stride(), *how) if of_bias else ()
     return tuple(copied) if sum(copied) >= sum(summed) else summed
+
+
+def _of_image(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of images with their channels neither first nor last, or, for most kernels, with gaps."""
+    images, gaps = call.args[: _IMAGES[call.func]], call.func in _WITH_GAPS
+    return tuple(x.nbytes for x in images if not (is_in_order(x) or (gaps and _is_last(x, torch.channels_last))))
+
+
+def _of_resizing_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of a gradient that is put in order first, and of the output that is then put into its own."""
+    gradient, bilinear = call.args[0], call.func is aten.upsample_bilinear2d_backward.default
+    in_order = gradient.is_contiguous(memory_format=torch.channels_last) and gradient.shape[1] >= _CHANNELS
+    if gradient.is_contiguous() or (bilinear and in_order):
+        return ()
+    return gradient.nbytes, *((out.nbytes,) if bilinear and not out.is_contiguous() else ())
+
+
+def _of_product(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of matrices whose rows and columns both lie apart (``prepare_batch_matrix_for_cublas``)."""
+    first = 1 if "add" in call.func._schema.name else 0
+    return tuple(m.nbytes for m in call.args[first : first + 2] if not _is_for_blas(m) and not m.is_contiguous())
+
+
+def _is_for_blas(matrix: torch.Tensor) -> bool:
+    (rows, columns), (down, along) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
 
 
 def _of_batch_norm(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
@@ -274,7 +300,21 @@ _CONTIGUOUS: dict[object, int] = {
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._log_softmax_backward_data.default: 2,
+    aten.roll.default: 1,
+    aten.cumsum.default: 1,
+    aten.topk.default: 1,
+    aten.reflection_pad2d.default: 1,
 }
+# the kernels that take images with their channels first or last, and how many images these are
+_IMAGES: dict[object, int] = {
+    aten.avg_pool2d.default: 1,
+    aten._adaptive_avg_pool2d.default: 1,
+    aten.max_pool2d_with_indices.default: 1,
+    aten.upsample_nearest2d.default: 1,
+    aten.native_batch_norm_backward.default: 2,
+}
+_WITH_GAPS = (aten._adaptive_avg_pool2d.default, aten.native_batch_norm_backward.default)
+_CHANNELS = 16  # of an image with its channels last, from which on a kernel of its own resizes it
 _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[int, ...]]] = {
     aten._softmax_backward_data.default: _of_softmax_backward,
     aten._safe_softmax.default: _of_safe_softmax,
@@ -288,7 +328,11 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     aten.convolution.default: _of_convolution,
     aten.convolution_backward.default: _of_convolution_backward,
     aten.native_batch_norm.default: _of_batch_norm,
+    aten.upsample_bilinear2d_backward.default: _of_resizing_backward,
+    aten.upsample_bicubic2d_backward.default: _of_resizing_backward,
     **dict.fromkeys(_CONTIGUOUS, _of_contiguous),
+    **dict.fromkeys(_IMAGES, _of_image),
+    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _of_product),
 }
 # which take it before their output
 SCRATCH_FIRST = frozenset(
