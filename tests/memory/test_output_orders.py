@@ -55,6 +55,13 @@ def calls(device: str) -> Iterator[tuple[str, OperationCall]]:
         yield "sum of pixels", OperationCall(aten.add.Tensor, (pixel, pixel), {})
         yield "pixel plus one", OperationCall(aten.add.Tensor, (pixel, 1), {})
         yield "copy of a pixel", OperationCall(aten.clone.default, (pixel,), {})
+        rows, picture = torch.ones(1, 6, 8).transpose(1, 2), torch.ones(1, 2, 3, 8).permute(0, 3, 1, 2)
+        gap = torch.ones(8, 12)[:, 4:5]  # a view that does not begin where its storage does
+        for func in (aten.view.default, aten._unsafe_view.default):
+            for a, (x, size) in enumerate(
+                [(rows, [1, 8, 2, 3]), (rows, [8, 1, 3, 2]), (picture, [1, 8, 6]), (picture, [8, 6, 1]), (gap, [1, 8])]
+            ):
+                yield f"{func} {a}", OperationCall(func, (x, size), {})
         for b, x in enumerate(images):
             kernel = torch.ones(8, 8, 3, 3)
             convolved = (x, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -66,6 +73,16 @@ def calls(device: str) -> Iterator[tuple[str, OperationCall]]:
 def strides(out: Any) -> list[int]:
     first: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
     return list(first.stride())
+
+
+def test_views_lie_where_torch_lays_them() -> None:
+    with FakeTensorMode():
+        (x,) = torch.ones(9, 8).split(9)
+        call = OperationCall(aten.view.default, (x[3:4].transpose(0, 1), [8, 1, 1]), {})
+        out = outputs_of(call, call.run())
+    assert isinstance(out, torch.Tensor)
+    assert out.storage_offset() == 24
+    assert out.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
 def predicted() -> dict[str, list[int]]:

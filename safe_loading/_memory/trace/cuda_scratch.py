@@ -259,8 +259,7 @@ def _of_image(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple
 def _of_resizing_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return the copies of a gradient that is put in order first, and of the output that is then put into its own."""
     gradient, bilinear = call.args[0], call.func is aten.upsample_bilinear2d_backward.default
-    in_order = gradient.is_contiguous(memory_format=torch.channels_last) and gradient.shape[1] >= _CHANNELS
-    if gradient.is_contiguous() or (bilinear and in_order):
+    if gradient.is_contiguous() or (bilinear and is_in_order(gradient) and gradient.shape[1] >= _CHANNELS):
         return ()
     return gradient.nbytes, *((out.nbytes,) if bilinear and not out.is_contiguous() else ())
 

@@ -14,7 +14,7 @@ forecast of a prompt of 4,096 tokens 0.7 and 1.1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ _PLAIN = (int, float, str, torch.dtype, torch.layout, torch.memory_format)
 _HOST = torch.device("cpu")
 _ONE_PIXEL = (1, 1)
 _NORMS = frozenset({aten.native_layer_norm.default, aten.native_batch_norm.default})
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 _TRAINS_BACKWARD = 7  # the place of the switch among the arguments of a batch norm's backward pass
 # whose first output is contiguous whatever the order of their inputs
 _IN_ORDER = frozenset(
@@ -208,6 +209,9 @@ def outputs_of(call: OperationCall, out: object) -> object:
     if call.func in PATCHES and isinstance(out, torch.Tensor) and out.nbytes < call.args[0].nbytes:
         x = call.args[0]
         return x.new_empty(x.numel()).as_strided(out.shape, out.stride())
+    if call.func in _VIEWS and isinstance(out, torch.Tensor) and 1 in out.shape and out.numel():
+        strides = _strides_of_view(call.args[0].shape, call.args[0].stride(), out.shape)
+        return out if out.stride() == strides else out.as_strided(out.shape, strides)
     first = out[0] if isinstance(out, tuple) and out else out
     order = _order_of_output(call)
     if order is not None and isinstance(first, torch.Tensor) and not first.is_contiguous(memory_format=order):
@@ -222,6 +226,16 @@ def outputs_of(call: OperationCall, out: object) -> object:
         return first, *out[1:]
     # their kernels keep statistics in the dtype in which they add up
     return first, *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
+
+
+@lru_cache(maxsize=4096)
+def _strides_of_view(shape: torch.Size, strides: tuple[int, ...], size: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a view as torch's own code sets them, also in dimensions of one element.
+
+    Kernels ask for the order of all strides, and for fake tensors these dimensions keep others.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return torch.empty_strided(shape, strides, device="meta").view(size).stride()
 
 
 def _is_fast(call: OperationCall, out: torch.Tensor) -> bool:
