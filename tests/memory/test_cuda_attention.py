@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,8 @@ from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.trace_step import trace_step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cuda_runs import CudaRunner
 
 T4, A100, L4, H100 = (7, 5), (8, 0), (8, 9), (9, 0)
@@ -122,6 +125,79 @@ def test_a_trained_bias_has_a_gradient_for_each_row_and_head_in_lines_of_16_numb
         assert gradients[0].untyped_storage().nbytes() == 2 * 8 * 128 * 128 * 2
         assert bias.grad is not None
         assert bias.grad.shape == bias.shape
+
+
+SHAPES = [
+    # query, key and value: rows, heads and tokens
+    ((2, 8, 16), (2, 8, 16), (2, 8, 16)),
+    ((2, 8, 1), (2, 8, 16), (2, 8, 16)),
+    ((2, 8, 16), (2, 8, 1), (2, 8, 1)),
+    ((2, 8, 16), (2, 2, 16), (2, 2, 16)),
+    ((2, 8, 16), (2, 1, 16), (2, 1, 16)),  # as in Falcon, which leaves it to the product to broadcast
+    ((2, 8, 16), (2, 3, 16), (2, 3, 16)),
+    ((2, 8, 16), (2, 2, 16), (2, 4, 16)),
+    ((2, 8, 16), (2, 8, 16), (2, 1, 16)),
+    ((2, 8, 16), (1, 8, 16), (1, 8, 16)),
+    ((1, 8, 16), (2, 8, 16), (2, 8, 16)),
+    ((2, 1, 16), (2, 8, 16), (2, 8, 16)),
+]
+BACKENDS = {None: 0, "Flash": 1, "Efficient": 2, "Cudnn": 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("card", "capability"), [("T4", T4), ("A100", A100), ("H100", H100)])
+def test_the_kernel_for_rows_and_heads_of_other_numbers_is_torch_s(
+    simulated_cuda: CudaRunner, card: str, capability: tuple[int, int]
+) -> None:
+    script = """
+        import torch
+        from test_cuda_attention import _cases
+
+        def chosen():
+            found = []
+            for shapes, dtype, masked, grouped in _cases():
+                tensors = [torch.empty(*shape, 64, dtype=dtype, device="cuda") for shape in shapes]
+                tensors = [tensor.requires_grad_() for tensor in tensors]
+                mask = torch.empty(2, 1, shapes[0][2], shapes[1][2], dtype=dtype, device="cuda") if masked else None
+                found.append(torch._fused_sdp_choice(*tensors, mask, 0.0, False, enable_gqa=grouped))
+            return found
+        case(chosen, "chosen")
+    """
+    found = simulated_cuda.run(script, env={"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "0"})["chosen"]
+    assert [_backend(capability, *case) for case in _cases()] == found
+
+
+def _cases() -> Iterator[tuple[tuple[tuple[int, ...], ...], torch.dtype, bool, bool]]:
+    return itertools.product(SHAPES, (torch.bfloat16, HALF, FLOAT), (False, True), (False, True))
+
+
+def _backend(
+    card: tuple[int, int], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, masked: bool, grouped: bool
+) -> int:
+    with FakeTensorMode():
+        query, key, value = (torch.empty(*shape, 64, dtype=dtype, requires_grad=True) for shape in shapes)
+        mask = torch.empty(2, 1, shapes[0][2], shapes[1][2], dtype=dtype) if masked else None
+        output = fused_attention(card, query, key, value, mask, grouped, (0.0, False, None))
+    name = None if output is None or output.grad_fn is None else output.grad_fn.name()
+    return next(
+        number for kernel, number in BACKENDS.items() if (kernel in name if kernel and name else kernel is name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "grouped", "kernels"),
+    [
+        ((2, 1, 16), (2, 1, 16), False, (0, 0)),
+        ((1, 8, 16), (1, 8, 16), False, (0, 0)),
+        ((2, 2, 16), (2, 4, 16), True, (0, 3)),
+        ((2, 8, 1), (2, 8, 1), False, (1, 1)),
+    ],
+)
+def test_fused_kernels_broadcast_no_rows_or_heads(
+    keys: tuple[int, ...], values: tuple[int, ...], grouped: bool, kernels: tuple[int, int]
+) -> None:
+    shapes = ((2, 8, 16), keys, values)
+    assert tuple(_backend(card, shapes, torch.bfloat16, False, grouped) for card in (A100, H100)) == kernels
 
 
 class _HeadsFirst(torch.nn.Module):

@@ -52,10 +52,12 @@ def fused_attention(
 
     The tensors are (rows, heads, tokens, size).
     """
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
+    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32) or not _have_heads(query, key, value, grouped):
         return None
-    if _takes_cudnn(capability, query, value, mask, options[0]):
+    if _takes_cudnn(capability, query, value, mask, options[0]) and key.shape[2] != 1:
         return _apply_cudnn_attention(query, key, value, _additive(mask, query), *options)
+    if key.shape[1] != value.shape[1]:  # of groups, which cuDNN alone takes
+        return None
     if mask is None and _takes_flash(capability, query, key, value, options):
         return _padded_flash_attention(query, key, value, options)
     if _takes_efficient(capability, query, key, value, mask, grouped):
@@ -63,6 +65,14 @@ def fused_attention(
             query, key, value, _aligned_bias(query, key, _additive(mask, query)), capability, *options
         )
     return None
+
+
+def _have_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
+    """Whether keys and values have a query's rows and heads, or a head for each group: fused kernels broadcast none."""
+    rows, heads = query.shape[:2]
+    counts = [each.shape[1] for each in (key, value)]
+    fit = all(count == heads or (grouped and count and heads % count == 0) for count in counts)
+    return fit and key.shape[0] == value.shape[0] == rows
 
 
 def _takes_cudnn(
