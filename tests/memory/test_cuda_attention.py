@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from safe_loading import Workload
-from safe_loading._memory.trace.cuda_attention import _efficient_workspace, _splits_of_keys, fused_attention
+from safe_loading._memory.trace.cuda_attention import _efficient_workspace, fused_attention
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -221,53 +221,3 @@ def test_flash_attention_copies_an_output_with_heads_first_for_its_backward_pass
         trace = trace_step(model, step, inputs={"x": torch.empty(2, 16, 64, dtype=torch.bfloat16)})
     copies = [a for a in trace.allocations if "clone" in a.op and a.phase == "backward" and a.bytes == 2 * 16 * 64 * 2]
     assert len(copies) == in_order
-
-
-# rows, heads, heads of keys, queries, keys, size of a head
-FEW_QUERIES = [
-    (2, 4, 4, 1025, 1025, 16),
-    (1, 12, 12, 197, 197, 64),
-    (1, 8, 8, 1024, 1024, 64),
-    (1, 12, 12, 512, 512, 128),
-    (1, 32, 32, 1, 4096, 128),
-    (2, 32, 8, 1, 2048, 128),
-    (1, 4, 4, 300, 3000, 96),
-    (4, 16, 16, 1024, 1024, 64),
-    (1, 3, 3, 577, 577, 192),
-]
-SPLITS = """
-    def parts():
-        found = []
-        for rows, heads, others, queries, keys, size in SHAPES:
-            query = torch.empty(rows, heads, queries, size, dtype=torch.bfloat16, device="cuda")
-            key = torch.empty(rows, others, keys, size, dtype=torch.bfloat16, device="cuda")
-            torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
-            torch.ops.aten._scaled_dot_product_flash_attention(query, key, key, 0.0, False, False)
-            trace = torch.cuda.memory._snapshot(0)["device_traces"][0]
-            torch.cuda.memory._record_memory_history(enabled=None)
-            found.append([event["size"] for event in trace if event["action"] == "alloc"])
-        return found
-    case(parts)
-"""
-
-
-@pytest.mark.gpu
-def test_keys_of_few_queries_are_split_as_torch_splits_them(simulated_cuda: CudaRunner) -> None:
-    script = SPLITS.replace("SHAPES", repr(FEW_QUERIES))
-    found = simulated_cuda.run(script, env={"SIMCUDA_GPU": "A100", "SIMCUDA_VALUES": "0"})["parts"]
-    counts = []
-    with FakeTensorMode():
-        for sizes, (rows, heads, others, queries, keys, size) in zip(found, FEW_QUERIES, strict=True):
-            query = torch.empty(rows, heads, queries, size)
-            counts.append(_splits_of_keys(query, torch.empty(rows, others, keys, size)))
-            parts = 4 * counts[-1] * rows * heads * queries * -(-size // 32) * 32
-            assert (parts in sizes) == (counts[-1] > 1), (query.shape, counts[-1], sizes)
-    assert 1 in counts
-    assert len(set(counts)) > 3
-
-
-def test_how_often_keys_of_few_queries_are_split() -> None:
-    """The figures are those that torch took on a simulated A100."""
-    with FakeTensorMode():
-        tensors = [(torch.empty(2, 4, 1025, 16),) * 2, (torch.empty(4, 16, 1024, 64),) * 2]
-        assert [_splits_of_keys(*each) for each in tensors] == [3, 1]

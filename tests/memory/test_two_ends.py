@@ -44,8 +44,8 @@ SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
-    "qwen2": Qwen2Config(**SIZES),
-    "sliding window": MistralConfig(**SIZES, sliding_window=24),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "sliding window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=24),
     "gpt2": GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=1000, dtype="bfloat16"),
     "t5": T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4, vocab_size=1000, dtype="bfloat16"),
     "state space": Mamba2Config(

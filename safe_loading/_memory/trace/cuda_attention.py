@@ -14,8 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from .cuda_scratch import CARD, card_of
-
 aten = torch.ops.aten
 AMPERE = (8, 0)  # the first compute capability with flash attention and cuDNN's
 # Compute capabilities whose blocks may use no more than 100 KiB of shared memory
@@ -154,15 +152,6 @@ class _FlashAttention(torch.autograd.Function):
         output, sums, *sequence_sizes, state, offset, _ = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
         )
-        splits = 1 if dropout else _splits_of_keys(query, key)
-        batch, heads, length, size = query.shape
-        # softmax_lse_accum and out_accum, which the parts leave
-        parts = [
-            query.new_empty((splits, batch, heads, length, width), dtype=torch.float32)
-            for width in (1, -(-size // 32) * 32)
-            if splits > 1
-        ]
-        del parts
         ctx.save_for_backward(query, key, value, output, sums, state, offset)
         ctx.sequence_sizes, ctx.options = tuple(sequence_sizes), (dropout, causal, scale)
         result: torch.Tensor = output
@@ -188,21 +177,6 @@ class _FlashAttention(torch.autograd.Function):
             scratch += [key.new_empty((batch, key.shape[2], heads, key.shape[3])) for _ in range(2)]
         del scratch, copies
         return (*gradients, None, None, None)
-
-
-def _splits_of_keys(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return into how many parts flash attention splits the keys of few queries (``num_splits_heuristic``)."""
-    batch, heads, length, size = query.shape
-    if length == 1 and heads > key.shape[1]:  # seqlenq_ngroups_swapped
-        heads, length = key.shape[1], heads // key.shape[1]
-    block = 256 if size <= 64 else 128 if size <= 128 else 64
-    keys, work = -(-key.shape[2] // block), batch * heads * -(-length // 64)
-    slots = 2 * (CARD.get() or card_of(AMPERE)).number
-    if work >= 0.8 * slots:
-        return 1
-    several = [n for n in range(1, min(128, slots, keys) + 1) if n == 1 or -(-keys // n) != -(-keys // (n - 1))]
-    used = {n: work * n / slots / math.ceil(work * n / slots) for n in several}
-    return next(n for n in several if used[n] >= 0.85 * max(used.values()))
 
 
 class _CudnnAttention(torch.autograd.Function):
