@@ -23,7 +23,7 @@ from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.unread_codes import refuse_unread_codes
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.collector import young_collections_put_off
-from safe_loading._core.engines import set_adapter
+from safe_loading._core.engines import is_older, set_adapter
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding, errors_of
@@ -380,7 +380,7 @@ def current_device_findings(device: torch.device, given: torch.device | str | in
 
 def names_of_modules(model: PeftModel) -> list[Finding]:
     """Return a finding for each of several adapters whose name modules of the base have."""
-    if len(model.peft_config) < 2:
+    if len(model.peft_config) < 2 or is_older("peft", "0.20"):  # before, it saved all of them
         return []
     parts: set[str] = set().union(*(module._modules for module in unordered_modules(model, adapters=False)))
     message = (
