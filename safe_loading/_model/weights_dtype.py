@@ -64,10 +64,12 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
     return find_weights_dtype(asked, config, folder).dtype
 
 
-def loaded_by_trainer(dtype: object, config: PreTrainedConfig, folder: ModelFolder | None) -> Finding | None:
+def loaded_by_trainer(dtype: str, config: PreTrainedConfig, folder: ModelFolder | None) -> Finding | None:
     """Return the finding of a dtype that a trainer chooses, where it is not that of the weights."""
+    if folder is None or dtype == "auto":
+        return None
     own = str(weights_dtype(None, config, folder)).removeprefix("torch.")
-    if folder is None or dtype in (None, "auto", own):
+    if dtype == own:
         return None
     message = (
         f"a folder or id is loaded by trl in {dtype}, as model_init_kwargs of its arguments says or, where that names "

@@ -244,3 +244,4 @@ def test_the_advice_about_a_trainers_dtype_taken(trl: Any, tmp_path: Path) -> No
     assert 'dtype="auto"' in str(found.fix)
     assert not findings(of_trl={"model_init_kwargs": {"dtype": "bfloat16"}})
     assert not findings(dtype="auto")
+    assert not findings(dtype=torch.float32)  # the caller's own choice, not the trainer's

@@ -64,7 +64,8 @@ def model_of(
         return QuantizedModel(source)
     told = dict(by_trainer or {}) if not isinstance(source, PreTrainedConfig) else {}
     labels = told.pop("num_labels", None)
-    options = {**options, **{name: value for name, value in told.items() if options.get(name) is None}}
+    told = {name: value for name, value in told.items() if options.get(name) is None}
+    options = {**options, **told}
     config, folder = _config_and_folder(source, options, hub)
     if labels is not None:
         config.num_labels = labels
@@ -74,8 +75,9 @@ def model_of(
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
             raise_faults(folder.path, faults)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=corrected_in_folder, **options)
-    known = [loaded_by_trainer(options["dtype"], config, folder)] if told else []
-    return made._replace(findings=(*made.findings, *filter(None, known), *untie_as_in_folder(made.model, folder)))
+    by_itself = loaded_by_trainer(told.get("dtype", "auto"), config, folder)
+    known = () if by_itself is None else (by_itself,)
+    return made._replace(findings=(*made.findings, *known, *untie_as_in_folder(made.model, folder)))
 
 
 def _refuse_codes_of_now(model: torch.nn.Module) -> None:
