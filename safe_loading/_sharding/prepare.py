@@ -66,8 +66,9 @@ def shard_references(**options: Any) -> None:
     """
     for name, module in [*sys.modules.items()]:
         step: Callable[..., Any] | None = vars(module).get("prepare_fsdp") if name.startswith("trl.") else None
-        if step is not None and not hasattr(step, _REPLACED):
-            setattr(module, "prepare_fsdp", _loading_references(step, options))  # noqa: B010  # no type declares it
+        if step is not None:
+            replaced = _loading_references(getattr(step, _REPLACED, step), options)
+            setattr(module, "prepare_fsdp", replaced)  # noqa: B010  # no type declares it
 
 
 def _loading_references(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
