@@ -115,13 +115,13 @@ def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
         return None
     said: dict[str, Any] = dict(getattr(args, "model_init_kwargs", None) or {})
     quantization: Any = said.get("quantization_config")
-    loading = {
+    loading: dict[str, Any] = {
         "dtype": str(said.get("dtype", "float32") or "auto").removeprefix("torch."),
         "attn_implementation": said.get("attn_implementation"),
         "quantization_config": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
-        "auto_class": "AutoModelForSequenceClassification" if "RewardConfig" in classes else None,
-        "num_labels": 1 if "RewardConfig" in classes else None,
     }
+    if "RewardConfig" in classes:
+        loading |= {"auto_class": "AutoModelForSequenceClassification", "num_labels": 1}
     return {name: value for name, value in loading.items() if value is not None}
 
 

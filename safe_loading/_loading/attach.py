@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import PeftModel
-from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils import AuxiliaryTrainingWrapper
 
 from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
@@ -41,6 +40,8 @@ from .peft_config import without_targets
 from .prompts import foreign_prompt
 from .slots import own_tensor
 from .starts import builds_on_meta, starts_on_base
+
+_TOKENS = ".trainable_tokens_delta."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def check_on_meta(
             continue
         model = injection.model
         problems += errors_in((*adapter.findings, *injection.match.findings, *findings_of_start(adapter, injection)))
-        problems += _tokens_of_copies(adapter, model)
+        problems += _tokens_of_copies(adapter, injection)
         _remember(adapter, injection)
         built.append(Checked(adapter, injection, before))
     if problems:
@@ -148,7 +149,7 @@ def attach(
     tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter.
     """
     injection = inject_checked(model, adapter, undo=undo, keep_base=keep_base, strict=strict)
-    unusable = _tokens_of_copies(adapter, injection.model)
+    unusable = _tokens_of_copies(adapter, injection)
     if unusable:
         raise refusal([adapter], type(base_of(injection.model)).__name__, unusable)
     fill_slots(injection.slots, injection.match.values, devices, dtype)
@@ -158,19 +159,19 @@ def attach(
     return _attached(adapter, injection, (*injection.start, *overwritten))
 
 
-def _tokens_of_copies(adapter: Adapter, model: PeftModel) -> list[str]:
+def _tokens_of_copies(adapter: Adapter, injection: Injection) -> list[str]:
     """Return a problem for each module of which another adapter has a copy, and this one trains tokens.
 
     peft builds that, and its forward fails: it takes the wrapper of the copy for a layer that it does not know.
     """
+    found = (key.partition(_TOKENS) for key in injection.slots)
+    paths = [path for path, tokens, _ in found if tokens]
     return [
         f"{adapter.facts.config_file}: it trains tokens of {without_peft_levels(without_peft_prefix(path))!r}, of "
         f"which another adapter has a copy (modules_to_save), and peft's forward fails at both. Load it with a base of "
         f"its own: load_peft_on_rank(base_model, adapter)."
-        for path, module in model.named_modules()
-        if isinstance(module, TrainableTokensLayer)
-        and adapter.name in module.trainable_tokens_delta
-        and isinstance(module.base_layer, AuxiliaryTrainingWrapper)
+        for path in paths
+        if isinstance(injection.model.get_submodule(path).base_layer, AuxiliaryTrainingWrapper)
     ]
 
 

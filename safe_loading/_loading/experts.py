@@ -26,7 +26,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.names import PEFT_PREFIX
 from safe_loading._core.report import Finding, errors_of
 
-from .fused_layouts import RIGHT_BASE, expert_layouts, is_older, module_targets, named_as_others, short_name
+from .fused_layouts import RIGHT_BASE, expert_layouts, is_by_older_peft, module_targets, named_as_others, short_name
 from .fused_parameters import (
     FusedParameter,
     fused_factors,
@@ -153,7 +153,8 @@ class _Fitting:
     def without_experts(self) -> FittedAdapter:
         """Return an adapter of other modules, which peft would take for experts where they have the same names."""
         config, routers = deepcopy(self._config), [p.path for p in self._parameters if p.experts is None]
-        if not is_older(self._facts):  # over transformers 5, such a peft left fused experts out, whatever their names
+        # over transformers 5, an older peft left fused experts out, whatever their names
+        if not is_by_older_peft(self._facts):
             self._note_left_out()
         if self.has_routers_alone:
             self._set_targets(config, routers)

@@ -119,7 +119,7 @@ def _turn_older(adapter: _InLayout, parameter: FusedParameter, key: str, facts: 
     if found not in ((rows, columns), (columns, rows)) or a.shape[0] != b.shape[1] or a.shape[0] % experts:
         return  # which the match with the model says
     if rows == columns:
-        older = is_older(facts)
+        older = is_by_older_peft(facts)
         if older is None:
             message = (
                 f"{parameter.path} is {list(parameter.shape)}, so its shapes do not tell whether a peft before 0.19 "
@@ -137,7 +137,7 @@ def _turn_older(adapter: _InLayout, parameter: FusedParameter, key: str, facts: 
         adapter.tensors.update({names[factor]: value for factor, value in turned.items()})
 
 
-def is_older(facts: AdapterFolder) -> bool | None:
+def is_by_older_peft(facts: AdapterFolder) -> bool | None:
     """Return whether a peft with the older layout wrote an adapter; None where its config does not say."""
     written_by = facts.config.get("peft_version")
     try:
