@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from safe_loading.errors import ArgumentError
 
 from .arguments import whole_number
+from .training_args import job_of
+
+if TYPE_CHECKING:
+    import os
+
+    from peft import PeftConfig
+    from transformers import TrainingArguments
 
 DTYPES = ("bfloat16", "float16", "float32")
 Wrapper = Literal["safe_loading", "accelerate"]
@@ -51,7 +59,7 @@ class Zero:
 class Spread:
     """How a job is spread over ranks, each with one GPU and a micro-batch.
 
-    Make one with `fsdp2`, `fsdp1`, `ddp` or `zero`.
+    Make one with `fsdp2`, `fsdp1`, `ddp` or `zero`, or from a trainer's arguments with `from_training_args`.
 
     Attributes:
         ranks: Over how many ranks each parameter is sharded; with DDP, how many hold the model; 0 where
@@ -297,6 +305,39 @@ class Spread:
         )
         _check_stage_3(options, ranks, param_dtype, offload_param=offload_param)
         return Spread(ranks, param_dtype=param_dtype, kind="zero", deepspeed=options)
+
+    @staticmethod
+    def from_training_args(
+        args: TrainingArguments,
+        ranks: int | None,
+        adapter: PeftConfig | str | os.PathLike[str] | None = None,
+        *,
+        hidden_size: int | None = None,
+        wrapped_by: Wrapper = "accelerate",
+    ) -> Spread:
+        """The job that a Trainer runs with these arguments on so many ranks, or a trainer of trl's with its config.
+
+        FSDP by ``fsdp`` and ``fsdp_config``, ZeRO by ``deepspeed``, and else DDP, each with mixed precision and
+        accumulation of gradients as the Trainer has them. Where the arguments say nothing, the variables that
+        ``accelerate launch`` sets for its file are followed, as accelerate does. Layers are the units of FSDP, by the
+        classes that the model names, whatever ``transformer_layer_cls_to_wrap`` does.
+
+        Args:
+            args: As for :meth:`Workload.from_training_args`.
+            ranks: How many processes the job has in all; None for :func:`fewest_ranks` to find.
+            adapter: The adapter of the workload: around a model of peft's the Trainer lets DDP look for unused
+                parameters.
+            hidden_size: The model's, where DeepSpeed's settings are "auto".
+            wrapped_by: ``"safe_loading"`` where `load_at_prepare` wraps.
+
+        Raises:
+            ArgumentError: What no job of these expresses, such as layers that are split over ranks.
+        """
+        kind, options = job_of(args, ranks, hidden_size, adapted=adapter is not None)
+        if kind.startswith("fsdp"):
+            options["wrapped_by"] = wrapped_by
+        make: Callable[..., Spread] = getattr(Spread, kind)
+        return make(**options)
 
     @property
     def cards(self) -> int:

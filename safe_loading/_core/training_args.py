@@ -1,9 +1,12 @@
-"""The step that a Trainer's arguments describe, or those of one of trl's trainers. Imports no torch."""
+"""The step and the job over ranks that a Trainer's arguments describe, or those of one of trl's. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safe_loading.errors import ArgumentError
@@ -16,6 +19,7 @@ _OF_SAMPLES = ("GRPOConfig", "RLOOConfig")  # whose trainers generate the rows
 _OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
 _WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SPLITS = ("tp_size", "cp_size", "sp_size")  # of accelerate's ParallelismConfig: of layers, and of rows
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
@@ -30,8 +34,7 @@ def step_of(
 ) -> dict[str, Any]:
     """Return the arguments of ``Workload.train`` for the step of a trainer with these arguments."""
     classes = _classes(args)
-    if not hasattr(args, "per_device_train_batch_size"):
-        raise ArgumentError(f"args is a {type(args).__name__}: pass TrainingArguments, or a config of trl's.")
+    refuse_other(args)
     asked = getattr(args, "max_length", None) if sequence_length is None else sequence_length
     problems = _problems(args, classes, asked)
     if problems:
@@ -42,10 +45,10 @@ def step_of(
     return {
         "batch_size": args.per_device_train_batch_size * rows_of_example(args),
         "sequence_length": length,
-        "gradient_checkpointing": next(bool(getattr(args, name)) for name in _CHECKPOINTING if hasattr(args, name)),
+        "gradient_checkpointing": keeps_checkpoints(args) or _Fsdp(args).checkpoints,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "adapter": adapter,
-        "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        "autocast": None if uses_deepspeed(args) else mixed_precision(args),  # whose engine casts the parameters
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "use_cache": bool(getattr(args, "use_cache", False)),
         "fused_lm_head": _fused_head(args),
@@ -57,6 +60,28 @@ def step_of(
         "model_init_kwargs": _loading_by_trl(args, classes),
         **samples_of(args, length),
     }
+
+
+def refuse_other(args: object) -> None:
+    """Refuse an object that has no arguments of a trainer."""
+    if not hasattr(args, "per_device_train_batch_size"):
+        raise ArgumentError(f"args is a {type(args).__name__}: pass TrainingArguments, or a config of trl's.")
+
+
+def keeps_checkpoints(args: object) -> bool:
+    """Whether the model itself checkpoints its layers."""
+    return next(bool(getattr(args, name)) for name in _CHECKPOINTING if hasattr(args, name))
+
+
+def mixed_precision(args: Any) -> str | None:
+    """Return the dtype of mixed precision, which a launcher's variable may ask for, too; None for full precision."""
+    given = "bf16" if args.bf16 else "fp16" if args.fp16 else getattr(args, "mixed_precision", "no")
+    return _PRECISIONS.get(given)
+
+
+def uses_deepspeed(args: object) -> bool:
+    """Whether DeepSpeed's engine runs the step: by these arguments, or by accelerate's file."""
+    return any(getattr(args, name, None) for name in ("deepspeed", "deepspeed_plugin"))
 
 
 def rows_of_example(args: object) -> int:
@@ -128,12 +153,11 @@ def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
 def _problems(args: Any, classes: set[str], length: object) -> list[str]:
     """Return the problems of arguments that no workload can express, and of a length that none of them gives."""
     problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
-    parallel = getattr(args, "parallelism_config", None)
-    split = [f"{name}={size}" for name in _SPLITS if (size := getattr(parallel, name, 1)) > 1]
-    if split:
+    problems += _problems_of_split(args)
+    if getattr(args, "mixed_precision", "no") == "fp8":
         problems.append(
-            f"parallelism_config has {', '.join(split)}, and a forecast is of whole layers and rows: set it to None on "
-            f"a copy of the arguments, which takes more."
+            'mixed_precision="fp8", which ACCELERATE_MIXED_PRECISION sets: a step in bfloat16 takes no less, so set it '
+            'to "bf16" on a copy of the arguments.'
         )
     name, of_trl = type(args).__name__, _trl_class(args)
     if of_trl is not None and of_trl.__name__ not in _KNOWN:  # also where it is made from one of these
@@ -149,6 +173,20 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
             f"pass the tokens of both, such as {more} for prompts of 512."
         )
     return problems
+
+
+def _problems_of_split(args: object) -> list[str]:
+    """Return the problem of a job that splits layers or rows over ranks."""
+    parallel = getattr(args, "parallelism_config", None)
+    split = [f"{name}={size}" for name in _SPLITS if (size := getattr(parallel, name, 1)) > 1]
+    return (
+        []
+        if not split
+        else [
+            f"parallelism_config has {', '.join(split)}, and a forecast is of whole layers and rows: set it to None on "
+            f"a copy of the arguments, which takes more."
+        ]
+    )
 
 
 def _reference(args: Any, classes: set[str], adapted: bool) -> str | None:
@@ -186,3 +224,152 @@ def _trl_class(args: object) -> type | None:
 
 def _classes(args: object) -> set[str]:
     return {kind.__name__ for kind in type(args).__mro__}
+
+
+def job_of(args: Any, ranks: int | None, hidden_size: int | None, *, adapted: bool) -> tuple[str, dict[str, Any]]:
+    """Return the kind of the ``Spread`` of a trainer's job, and the arguments that make it."""
+    refuse_other(args)
+    problems = _problems_of_split(args)
+    if uses_deepspeed(args):
+        kind, options = "zero", _zero(args, hidden_size, problems)
+    elif (fsdp := _Fsdp(args)).on:
+        kind, options = f"fsdp{fsdp.version}", fsdp.options(args, problems)
+        ranks, options["replicas"] = _groups(args, ranks, problems)
+    else:
+        kind, options = "ddp", _ddp(args, adapted=adapted)
+    if problems:
+        raise ArgumentError("Spread.from_training_args cannot be sure of these:", problems)
+    return kind, {"ranks": ranks, **options}
+
+
+def _ddp(args: Any, *, adapted: bool) -> dict[str, Any]:
+    """Return the options of DDP, among whose defaults are those of the Trainer."""
+    unused = args.ddp_find_unused_parameters
+    return {
+        # of a model of transformers' own, which peft's wrapper is not
+        "find_unused_parameters": adapted or not keeps_checkpoints(args) if unused is None else bool(unused),
+        "bucket_cap_mb": args.ddp_bucket_cap_mb or 25,
+        "static_graph": bool(getattr(args, "ddp_static_graph", None)),
+    }
+
+
+def _groups(args: Any, ranks: int | None, problems: list[str]) -> tuple[int | None, int]:
+    """Return over how many ranks parameters are sharded, and how many such groups there are."""
+    replicas = getattr(getattr(args, "parallelism_config", None), "dp_replicate_size", 1)
+    if ranks is None or ranks % replicas == 0:
+        return ranks and ranks // replicas, replicas
+    problems.append(f"ranks={ranks} are no groups of the same size for dp_replicate_size={replicas}: pass all of them.")
+    return ranks, replicas
+
+
+class _Fsdp:
+    """The FSDP of a trainer's arguments, and where these say nothing, of a launcher's variables, as for accelerate."""
+
+    def __init__(self, args: object) -> None:
+        self._given: dict[str, Any] = getattr(args, "fsdp_plugin_args", None) or {}
+        self.on = bool(self._given) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        self.version = int(self._said("fsdp_version", "VERSION", 1))
+        self.checkpoints = self.on and self._flag("activation_checkpointing", "ACTIVATION_CHECKPOINTING")
+
+    def options(self, args: Any, problems: list[str]) -> dict[str, Any]:
+        """Return the arguments of ``Spread.fsdp1`` or ``Spread.fsdp2``, and add the problems of others."""
+        precision = mixed_precision(args)
+        options: dict[str, Any] = {
+            "param_dtype": precision,
+            "reduce_dtype": precision,
+            "cpu_offload": self._flag("cpu_offload", "OFFLOAD_PARAMS"),
+            "sync_each_batch": args.gradient_accumulation_steps == 1 or _syncs_each_batch(args),
+        }
+        policy = str(self._said("auto_wrap_policy", "AUTO_WRAP_POLICY", "NO_WRAP"))
+        if policy.upper() != "TRANSFORMER_BASED_WRAP":
+            problems.append(
+                f"auto_wrap_policy={policy}: a forecast has the model's layers as units, fsdp_config="
+                f'{{"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}.'
+            )
+        if self.version == 2:
+            reshards = self._flag("reshard_after_forward", "RESHARD_AFTER_FORWARD", "true")
+            return {**options, "reshard_after_forward": reshards}
+        return {**options, **self._of_version_1(problems)}
+
+    def _of_version_1(self, problems: list[str]) -> dict[str, Any]:
+        # accelerate reads reshard_after_forward only where there is no strategy, and there always is one
+        strategy = str(self._said("sharding_strategy", "SHARDING_STRATEGY", "FULL_SHARD")).rpartition(".")[2].upper()
+        strategy = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}.get(strategy, strategy)
+        if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+            problems.append(f"sharding_strategy={strategy}: pass Spread.fsdp1(ranks of a machine, replicas=machines).")
+        if not self._flag("use_orig_params", "USE_ORIG_PARAMS"):
+            problems.append("use_orig_params=False: a forecast has True, as the Trainer by default.")
+        if self._flag("forward_prefetch", "FORWARD_PREFETCH"):
+            problems.append("forward_prefetch=True: a forecast fetches no unit ahead in the forward pass.")
+        prefetch = str(self._said("backward_prefetch", "BACKWARD_PREFETCH", "NO_PREFETCH")).lower()
+        return {
+            "reshard_after_forward": strategy != "SHARD_GRAD_OP",
+            "shard": strategy != "NO_SHARD",
+            "backward_prefetch": None if prefetch == "no_prefetch" else prefetch,
+        }
+
+    def _said(self, name: str, variable: str, default: object) -> Any:
+        given = self._given.get(name)
+        return os.environ.get(f"FSDP_{variable}", default) if given is None else given
+
+    def _flag(self, name: str, variable: str, default: str = "false") -> bool:
+        return str(self._said(name, variable, default)).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def _syncs_each_batch(args: Any) -> bool:
+    kwargs = getattr(getattr(args, "accelerator_config", None), "gradient_accumulation_kwargs", None) or {}
+    return bool(kwargs.get("sync_each_batch", False))
+
+
+_BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {  # of "auto", by transformers' trainer_config_finalize
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+_SIZES = ("reduce_bucket_size",)
+_SIZES_OF_3 = (*_BY_HIDDEN_SIZE, "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size")
+_HELD = {
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "round_robin_gradients": False,
+    "zero_hpz_partition_size": 1,
+}
+
+
+def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, Any]:
+    """Return the arguments of ``Spread.zero``, with "auto" as transformers fills it, and add the problems of others."""
+    config = _deepspeed_config(args)
+    given: dict[str, Any] = config.get("zero_optimization") or {}
+    options: dict[str, Any] = {"stage": given.get("stage", 0), "param_dtype": _dtype_of_zero(args, config)}
+    if options["stage"] == 0:
+        problems.append("zero_optimization has stage=0, DeepSpeed's own data parallelism: forecast Spread.ddp(ranks).")
+    if "overlap_comm" in given:
+        options["overlap_comm"] = given["overlap_comm"]
+    for part in ("offload_optimizer", "offload_param"):
+        options[part] = (given.get(part) or {}).get("device", "none") != "none"
+    for name in _SIZES_OF_3 if options["stage"] == 3 else _SIZES:
+        value = given.get(name)
+        if value == "auto" and hidden_size is None:
+            problems.append(f'{name}="auto" depends on the model: pass hidden_size=, as in its config.')
+        elif value is not None:
+            options[name] = _BY_HIDDEN_SIZE[name](cast("int", hidden_size)) if value == "auto" else int(float(value))
+    for name, usual in _HELD.items():
+        if (value := given.get(name, usual)) != usual:
+            problems.append(f"zero_optimization has {name}={value}: only {usual} was held against DeepSpeed.")
+    return options
+
+
+def _deepspeed_config(args: Any) -> dict[str, Any]:
+    """Return DeepSpeed's settings: of the arguments, a dict or a file, or of accelerate's file."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    given: Any = args.deepspeed if plugin is None else plugin.deepspeed_config
+    config: dict[str, Any] = given if isinstance(given, dict) else json.loads(Path(given).read_text())
+    return config
+
+
+def _dtype_of_zero(args: Any, config: dict[str, Any]) -> str | None:
+    for name, dtype in _PRECISIONS.items():
+        enabled = (config.get(name) or {}).get("enabled", False)
+        if enabled is True or (enabled == "auto" and mixed_precision(args) == dtype):
+            return dtype
+    return None

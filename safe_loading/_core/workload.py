@@ -304,7 +304,7 @@ class Workload:
 
         Micro-batches, precision, checkpointing, the optimizer, smoothed labels and the evaluation are those of the
         arguments, defaults included: with trl for example bfloat16, checkpointing, and its fused LM head. A pair of
-        preferences is two rows. How a job is spread (``fsdp=``, ``deepspeed=``) is for the ``spread=`` of a forecast.
+        preferences is two rows. `Spread.from_training_args` reads how the job is spread (``fsdp=``, ``deepspeed=``).
         A folder or hub id is then counted as trl loads it, in float32 where ``model_init_kwargs`` names no dtype.
 
         Args:

@@ -6,6 +6,7 @@ _ADVISED = "core/test_core_advice.py::"
 _READ = f"{_ADVISED}test_an_argument_is_read_once_the_advice_is_taken"
 _SEVERAL = "commands/test_commands_predict.py::test_several_cards_are_named_by_their_number"
 _CARD = f"{_ADVISED}test_the_memory_of_a_card_and_one_type_of_accelerators"
+_JOBS = "memory/test_spread_from_training_args.py"
 _ARGS = "core/test_training_args.py::test_what_no_workload_says_is_listed_and_is_read_as_advised"
 _PACKED = "memory/test_packed_rows.py::test_rows_that_cannot_be_one_are_refused"
 _DECODED = "core/test_workload.py::test_steps_beyond_the_limit_are_a_longer_prompt"
@@ -63,6 +64,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "set it on a copy of the arguments": _ARGS,
         "pass sequence_length=": _ARGS,
         "pass the tokens of both": _ARGS,
+        "pass all of them": f"{_JOBS}::test_groups_of_ranks_that_hold_the_model_each",
+        "pass Spread.fsdp1(": f"{_JOBS}::test_the_variables_of_accelerate_launch",
+        "pass hidden_size=": f"{_JOBS}::test_deepspeeds_settings_are_filled_in_as_transformers_does",
     },
     "_core/workload.py": {
         "pass a number, or let {} find it": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from peft import LoraConfig
+from trainer_jobs import ADAPTER, IN_FOUR_BITS, JOBS, OF_GRPO, OF_LIGER, OF_TRL, OWN, ROWS, SIZES, TOKENS, Job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Spread, TraceError, Workload, predict_memory
-from safe_loading._model.formats.four_bit import QLORA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4000,
-}
-ROWS, TOKENS = 2, 64
-ADAPTER: dict[str, Any] = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 SCRIPT = """
     import tempfile, time
     import transformers
@@ -127,103 +117,6 @@ SCRIPT = """
     for number, (name, job) in enumerate(JOBS.items()):
         case(lambda: trained(number, *job), name)
 """
-
-
-class Job(NamedTuple):
-    """Arguments of the Trainer, the job over ranks and the step that they mean, and the model that it trains."""
-
-    arguments: dict[str, Any]
-    spread: Spread
-    step: dict[str, Any] = {}  # noqa: RUF012  # which nobody writes to
-    adapted: bool = False
-    dtype: str | None = None
-    by_trl: bool = False
-    packed: dict[str, Any] | None = None
-    by_liger: bool = False
-    prepared: bool = False  # by load_at_prepare
-    samples: bool = False  # of GRPO, half of whose tokens are completions
-
-
-def fsdp(version: int, **config: Any) -> dict[str, Any]:
-    layers = ["LlamaDecoderLayer"]
-    return {"fsdp": True, "fsdp_config": {"version": version, "transformer_layer_cls_to_wrap": layers, **config}}
-
-
-OWN: Any = {"wrapped_by": "accelerate"}
-HALF: Any = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", **OWN}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-JOBS = {
-    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN)),
-    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True),
-    "FSDP2, offloaded": Job(fsdp(2, cpu_offload=True), Spread.fsdp2(2, cpu_offload=True, **OWN)),
-    "FSDP2, masters of a model in 16 bits": Job(
-        {"bf16": True, **fsdp(2)}, Spread.fsdp2(2, **HALF), {"autocast": "bfloat16"}, dtype="bfloat16"
-    ),
-    "FSDP2, micro-batches": Job(
-        {"gradient_accumulation_steps": 4, **fsdp(2)},
-        Spread.fsdp2(2, sync_each_batch=False, **OWN),
-        {"gradient_accumulation_steps": 4},
-    ),
-    "FSDP2, evaluated": Job({**EVALUATED, **fsdp(2)}, Spread.fsdp2(2, **OWN), {"eval_batch_size": 8}),
-    # whose first step after an evaluation fetches the head once more
-    "FSDP2, evaluated, checkpointing": Job(
-        {**EVALUATED, "per_device_eval_batch_size": 1, "gradient_checkpointing": True, **fsdp(2)},
-        Spread.fsdp2(2, **OWN),
-        {"eval_batch_size": 1, "gradient_checkpointing": True},
-    ),
-    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN)),
-    "FSDP1, LoRA": Job(fsdp(1), Spread.fsdp1(2, **OWN), adapted=True),
-    "FSDP1, evaluated": Job({**EVALUATED, **fsdp(1)}, Spread.fsdp1(2, **OWN), {"eval_batch_size": 8}),
-    "DDP, evaluated": Job(EVALUATED, Spread.ddp(2, find_unused_parameters=True), {"eval_batch_size": 8}),
-}
-IN_FLOATS, IN_BYTES = ({**QLORA, "bnb_4bit_quant_storage": each} for each in ("bfloat16", "uint8"))
-MIXED: Any = {"bf16": True, **fsdp(2)}
-IN_FOUR_BITS = {
-    "FSDP2": Job(MIXED, Spread.fsdp2(2, **HALF), {"autocast": "bfloat16"}, adapted=True, packed=IN_FLOATS),
-    # which accelerate leaves whole on each rank
-    "FSDP2, codes in bytes": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True, packed=IN_BYTES),
-    "FSDP1": Job(
-        {"bf16": True, **fsdp(1)}, Spread.fsdp1(2, **HALF), {"autocast": "bfloat16"}, adapted=True, packed=IN_FLOATS
-    ),
-}
-FUSED = {"fused_lm_head": True}
-OF_TRL = {
-    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), FUSED),
-    # of which trl gathers the head by itself
-    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), FUSED, adapted=True),
-    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), FUSED),
-    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), FUSED),
-}
-
-LIGER: Any = {"step": {"fused_lm_head": "liger"}, "by_liger": True}
-OF_LIGER = {
-    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), **LIGER),
-    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2), adapted=True, prepared=True, **LIGER),
-    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), **LIGER),
-    "FSDP1, LoRA": Job(fsdp(1), Spread.fsdp1(2, **OWN), adapted=True, **LIGER),
-    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), **LIGER),
-}
-
-SAMPLED: Any = {"samples": True}
-OF_GRPO = {
-    "DDP": Job({}, Spread.ddp(2, find_unused_parameters=True), **SAMPLED),
-    "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN), **SAMPLED),
-    "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True, **SAMPLED),
-    "FSDP2, LoRA, old and reference": Job(
-        {"num_iterations": 2, "beta": 0.1, **fsdp(2)},
-        Spread.fsdp2(2, **OWN),
-        {"old_log_probs": True, "reference": "adapter_off"},
-        adapted=True,
-        **SAMPLED,
-    ),
-    "FSDP2, micro-batches": Job(
-        {"gradient_accumulation_steps": 4, **fsdp(2)},
-        Spread.fsdp2(2, sync_each_batch=False, **OWN),
-        {"gradient_accumulation_steps": 4},
-        **SAMPLED,
-    ),
-    "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN), **SAMPLED),
-}
 
 
 def forecast(job: Job) -> int:
