@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 _KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig")  # of trl, read in 1.16
+_OTHER_TRAINERS = ("sentence_transformers",)  # which run a model for each text of a row, and compare
 _OF_SAMPLES = ("GRPOConfig", "RLOOConfig")  # whose trainers generate the rows
 _OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
 _WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
@@ -159,8 +160,13 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
             'mixed_precision="fp8", which ACCELERATE_MIXED_PRECISION sets: a step in bfloat16 takes no less, so set it '
             'to "bf16" on a copy of the arguments.'
         )
+    if getattr(args, "predict_with_generate", False) is True and evaluation_rows(args):
+        problems.append(
+            f"predict_with_generate=True: the evaluation generates, with a cache for each beam. Forecast it by itself "
+            f"with Workload.generate, and {_SET_IT}."
+        )
     name, of_trl = type(args).__name__, _trl_class(args)
-    if of_trl is not None and of_trl.__name__ not in _KNOWN:  # also where it is made from one of these
+    if _elsewhere(args) or (of_trl is not None and of_trl.__name__ not in _KNOWN):  # also where it is made from these
         problems.append(f"{name} is of a trainer whose step is not known: describe the step with Workload.train.")
     if length is None:
         problems.append(f"{name} says no length of rows: pass sequence_length=.")
@@ -179,14 +185,8 @@ def _problems_of_split(args: object) -> list[str]:
     """Return the problem of a job that splits layers or rows over ranks."""
     parallel = getattr(args, "parallelism_config", None)
     split = [f"{name}={size}" for name in _SPLITS if (size := getattr(parallel, name, 1)) > 1]
-    return (
-        []
-        if not split
-        else [
-            f"parallelism_config has {', '.join(split)}, and a forecast is of whole layers and rows: set it to None on "
-            f"a copy of the arguments, which takes more."
-        ]
-    )
+    why = "and a forecast is of whole layers and rows: set it to None on a copy of the arguments, which takes more."
+    return [f"parallelism_config has {', '.join(split)}, {why}"] if split else []
 
 
 def _reference(args: Any, classes: set[str], adapted: bool) -> str | None:
@@ -215,6 +215,11 @@ def asks_for_ligers_head(args: object) -> bool:
     """Whether it lets Liger patch the head and the loss, too."""
     options = getattr(args, "liger_kernel_config", None) or {}
     return asks_for_liger(args) and options.get("fused_linear_cross_entropy", True) is True
+
+
+def _elsewhere(args: object) -> bool:
+    """Whether they are of a library whose trainers run steps of their own."""
+    return any(kind.__module__.partition(".")[0] in _OTHER_TRAINERS for kind in type(args).__mro__)
 
 
 def _trl_class(args: object) -> type | None:

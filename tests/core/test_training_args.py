@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, LlamaConfig, TrainingArguments
+from transformers import BitsAndBytesConfig, LlamaConfig, Seq2SeqTrainingArguments, TrainingArguments
 
 from safe_loading import (
     ArgumentError,
@@ -190,11 +190,26 @@ def test_what_no_workload_says_is_listed_and_is_read_as_advised(trl: Any, tmp_pa
     other = type("GKDConfig", (trl.SFTConfig,), {"__module__": "trl.experimental.gkd.gkd_config"})
     with pytest.raises(ArgumentError, match=r"GKDConfig is of a trainer whose step is not known: describe the step"):
         Workload.from_training_args(other(**given))
+    compared = type(
+        "SentenceTransformerTrainingArguments", (TrainingArguments,), {"__module__": "sentence_transformers.a"}
+    )
+    with pytest.raises(ArgumentError, match=r"SentenceTransformerTrainingArguments is of a trainer whose step is not"):
+        Workload.from_training_args(compared(**given), 64)
     unknown: Any = object()
     with pytest.raises(ArgumentError, match="args is a object: pass TrainingArguments"):
         Workload.from_training_args(unknown)
     with pytest.raises(ArgumentError, match=r"optimizer='galore_adamw': one of"):
         Workload.from_training_args(plain(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"]), 64)
+
+
+def test_an_evaluation_that_generates_is_forecast_by_itself(tmp_path: Path) -> None:
+    said: dict[str, Any] = {"use_cpu": True, "report_to": [], "predict_with_generate": True}
+    assert Workload.from_training_args(Seq2SeqTrainingArguments(str(tmp_path), **said), 64) == Workload.train(8, 64)
+    args = Seq2SeqTrainingArguments(str(tmp_path), **said, eval_strategy="epoch")
+    with pytest.raises(ArgumentError, match=r"with Workload\.generate, and set it to False on a copy of the arguments"):
+        Workload.from_training_args(args, 64)
+    args.predict_with_generate = False
+    assert Workload.from_training_args(args, 64) == Workload.train(8, 64, eval_batch_size=8)
 
 
 def test_a_verb_that_is_given_the_arguments_names_the_call(tmp_path: Path) -> None:
