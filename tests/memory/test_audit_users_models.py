@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2VLForConditionalGeneration,
+    RobertaForSequenceClassification,
 )
 
 from safe_loading import AdapterError, Transparent, Workload, audit_model, load_peft_on_rank, wrap_transparent
@@ -132,6 +133,17 @@ class Refined(Distilled):
         out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         out.loss = out.loss + self.refiner(out.logits.float()).square().mean()
         return out
+
+
+def test_layers_of_a_head_that_is_trained_whole_are_no_unknown_names() -> None:
+    model = get_peft_model(
+        RobertaForSequenceClassification(tiny_config("roberta")), LoraConfig("SEQ_CLS", target_modules="all-linear")
+    )
+    targets: Any = model.peft_config["default"].target_modules
+    assert "classifier.dense" in targets  # of peft, which trains a copy of the whole head
+    assert "SL138" not in codes(model.train(), STEP)
+    targets.add("classifier.dens")
+    assert "SL138" in codes(model, STEP)
 
 
 def test_a_head_is_no_teacher() -> None:

@@ -50,8 +50,8 @@ def check_unmatched(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def _without_layers(name: str) -> str:
-    """Return the name that a module or parameter had before peft put a layer around it."""
-    return name.replace(".base_layer", "")
+    """Return the name that a module or parameter had before peft put a layer around it, or a trained copy beside it."""
+    return name.replace(".base_layer", "").replace(".original_module", "")
 
 
 def _listed(config: PeftConfig, field: str) -> list[str]:
