@@ -206,3 +206,11 @@ def test_the_folder_of_an_adapter_is_taken_or_named(made: Folders) -> None:
     written = s.merge_lora_checkpoint(made.base, made.adapter, made.output).output
     assert "Pass the one that the merge wrote" in said["verify_merge, merged"]
     assert s.verify_merge(made.base, made.adapter, written).ok
+
+
+def test_an_adapter_beside_the_config_of_its_base_is_told_from_a_merged_model(made: Folders, tmp_path: Path) -> None:
+    adapter = shutil.copytree(made.adapter, tmp_path / "adapter")
+    shutil.copy(made.base / "config.json", adapter)  # as trainers write it
+    assert "Pass the one that the merge wrote" in refused(lambda: s.verify_merge(made.base, made.adapter, adapter))
+    for call in (OF_AN_ADAPTER[verb] for verb in ("check_checkpoint", "load_peft_on_rank", "merge_lora_checkpoint")):
+        call(made, adapter)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .mlx import MLX_WEIGHTS
 from .trainer_folder import checkpoints_of, last_whole
+from .weight_files import kind_of
 
 _ADDRESS = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+(?:/[\w.-]+)?)(?:/(?:tree|blob|resolve)/([^/?#]+)[^?#]*)?"
@@ -64,7 +65,7 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
 def is_adapter_alone(path: Path) -> bool:
     """Return whether a folder is that of an adapter, and of no model."""
     names = _names_in(path)
-    return _OWN[1] in names and _OWN[0] not in names
+    return _OWN[1] in names and kind_of(names) == "adapter"
 
 
 def not_a_model(path: Path) -> str:

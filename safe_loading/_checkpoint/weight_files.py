@@ -17,6 +17,7 @@ from .mlx import MLX_WEIGHTS
 
 Kind = Literal["model", "adapter"]
 ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
+MODEL_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _CONVERT_ONE = """\
@@ -58,9 +59,7 @@ def find_weights(
     configured = _configured(folder, names, read)
     if isinstance(configured, Finding):
         return None, [configured]
-    has_adapter = bool({ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG} & set(names))
-    has_model = configured is not None or not {single, index}.isdisjoint(names) or "config.json" in names
-    if kind == "adapter" or (kind is None and has_adapter and not has_model):
+    if kind == "adapter" or (kind is None and configured is None and kind_of(names, variant) == "adapter"):
         if ADAPTER_SINGLE in names:
             return Weights("adapter", folder / ADAPTER_SINGLE, False), []
         if MLX_WEIGHTS in names:
@@ -74,8 +73,20 @@ def find_weights(
         return Weights("model", folder / single, False), findings
     if index in names:
         return Weights("model", folder / index, True), []
-    pickles = [("pytorch_model.bin", single), ("pytorch_model.bin.index.json", index)]
-    return None, [_no_weights(folder, names, [(_with_variant(old, variant), new) for old, new in pickles])]
+    pickles = [_with_variant(name, variant) for name in MODEL_PICKLES]
+    return None, [_no_weights(folder, names, [*zip(pickles, (single, index), strict=True)])]
+
+
+def kind_of(names: Collection[str], variant: str | None = None) -> Kind:
+    """Return the kind of a folder by the names in it; trainers save the base's config.json beside an adapter, too."""
+    held = set(names)
+    if held & set(names_of_model(names, variant)):
+        return "model"
+    if "config.json" not in held:
+        return "adapter" if held & {ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG} else "model"
+    if held & {_with_variant(name, variant) for name in MODEL_PICKLES}:
+        return "model"
+    return "adapter" if held & {ADAPTER_SINGLE, ADAPTER_PICKLE, MLX_WEIGHTS} else "model"
 
 
 def names_in(folder: Path) -> list[str] | Finding:

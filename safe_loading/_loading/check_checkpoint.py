@@ -19,7 +19,7 @@ from safe_loading._checkpoint.published_hashes import compare_hashes
 from safe_loading._checkpoint.signer import Signer, signer_of
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.trainer_folder import checkpoints_of, half_checkpoint
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
+from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES, conversion_command, kind_of, names_in
 from safe_loading._core.paths import path_text
 from safe_loading._core.report import Finding, Table, Verdict, counted, errors_of, format_bytes, worst_first
 from safe_loading._model.quantized.on_disk import quantization_on_disk
@@ -198,10 +198,7 @@ def _check_folder(
     checkpoint, findings = opened.inspect_checkpoint()
     headers = checkpoint.headers if checkpoint is not None else {}
     tensors = checkpoint.tensors if checkpoint is not None else {}
-    if checkpoint is not None:
-        kind = checkpoint.kind
-    else:
-        kind = "adapter" if ADAPTER_CONFIG in names and "config.json" not in names else "model"
+    kind = checkpoint.kind if checkpoint is not None else kind_of(names)
     if kind == "adapter":
         findings += adapter_findings(folder, tensors, opened.files)
     else:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import base_files, folder_here, resolve
-from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._checkpoint.other_things import is_adapter_alone, not_a_model
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding, counted
@@ -150,7 +149,7 @@ def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
     if Path(folder).is_dir():
         here = folder_here(folder, "source")
         if is_adapter_alone(here):
-            raise CheckpointNotFound(f"{here} holds no {CONFIG}. {not_a_model(here)}")
+            raise CheckpointNotFound(f"{here} holds no model. {not_a_model(here)}")
         return here
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the checkpoint", timeout=timeout) as phase:

@@ -206,6 +206,25 @@ def test_a_model_with_an_adapter_in_it_is_told(tmp_path):
     assert codes(check_checkpoint(folder)) == {"adapter-beside": "warning"}
 
 
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_adapter_beside_the_config_of_its_base_is_an_adapter(tmp_path, pickled):
+    folder = write_adapter(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # as trainers save it, and no weights with it
+    if pickled:
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    report = check_checkpoint(folder)
+    assert (report.kind, report.ok) == ("adapter", not pickled)
+    assert codes(report) == ({"pickle-only": "error", "pickle-beside": "warning"} if pickled else {})
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_an_adapter_beside_a_pickled_model_is_told_as_that_model(tmp_path, name):
+    folder = write_adapter(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / name).write_text("{}")
+    assert check_checkpoint(folder).kind == "model"
+
+
 def test_errors_come_first_and_nothing_is_left_out(tmp_path):
     folder = write_model(tmp_path, SHARDS)
     (folder / "x.py").touch()
