@@ -2,7 +2,8 @@
 
 A tensor of an adapter names a weight of the base as it lies on disk, and so do the patterns of its config. Releases of
 transformers give modules new names and leave the files as they are (Qwen2-VL, LLaVA, PaliGemma, Mllama and Gemma 3 in
-4.52), with a table by which each tensor on disk finds its place. peft asks that table for tensors alone.
+4.52), with a table by which each tensor on disk finds its place. peft asks that table for tensors alone. MLX and vLLM
+have names of their own for the text model of a vision-language model, which no file of transformers has.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _OTHERWISE = {
 }
 # Methods that match a pattern with the name of a module in a way of their own.
 _MATCHED_OTHERWISE = {"C3A": r".*\.{}$", "FOURIERFT": r".*\.{}$", "OSF": r".*?{}"}
+
+# How MLX and vLLM begin the names of what belongs to the text model, and how transformers does.
+_TEXT_MODEL = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 
 
 class OldNames:
@@ -72,7 +76,11 @@ class OldNames:
             self._rename = _renamer(self._base)
             parameters = fused_parameters(self._base, parameter_of_leaves(self._base))
             self._fused = frozenset(parameter.owner for parameter in parameters)
-        return self._rename(f"{module}.weight").removesuffix(".weight")
+        found = self._rename(f"{module}.weight").removesuffix(".weight")
+        if self._modules is None or found in self._modules:
+            return found
+        begins = next((theirs for theirs in _TEXT_MODEL if module.startswith(theirs)), None)
+        return found if begins is None else f"{_TEXT_MODEL[begins]}{module.removeprefix(begins)}"
 
     def old_name(self, module: str) -> str:
         """Return the name that a module of the base had, by those that were found; its own where none tells."""

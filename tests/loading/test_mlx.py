@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from loaded_models import logits
 from models import save_llama
 from safetensors.torch import load_file, save_file
 from test_expert_layouts import EXPERTS, leaves_of, save_base
+from tiny_models import saved
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -21,6 +24,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
+    verify_merge,
 )
 
 RANK, SCALE = 3, 2.5
@@ -106,6 +110,32 @@ def test_experts_of_mlx_are_one_layer(tmp_path: Path, family: str, flat: bool) -
     save_file({**tensors, f"{block}.switch_mlp.{MLX_LEAVES[0]}.lora_a": torch.ones(7, 3)}, file)
     with pytest.raises(AdapterError, match=r"no factors of a layer, such as .*switch_mlp.gate_proj.lora_a'; fuse"):
         load_peft_on_rank(adapter, base)
+
+
+@needs("transformers", "5.10")
+@pytest.mark.parametrize("name", ["Gemma4", "Mistral3", "Qwen3VL", "Qwen3_5"])
+def test_the_text_model_of_a_vision_language_model_is_named_as_mlx_names_it(tmp_path: Path, name: str) -> None:
+    saved(f"{name}ForConditionalGeneration", tmp_path / "base")
+    base, truth, tensors = tmp_path / "base", {}, {}
+    for path in base.glob("*.safetensors"):
+        truth |= load_file(path)
+    torch.manual_seed(1)
+    for key in [key for key in truth if re.search(r"language_model.*\.(q_proj|down_proj)\.weight", key)]:
+        layer = re.sub(r".*language_model\.(model\.)?", "language_model.model.", key).removesuffix(".weight")
+        rows, columns = truth[key].shape
+        a, b = torch.randn(columns, RANK) / 8, torch.randn(RANK, rows) / 8
+        tensors |= {f"{layer}.lora_a": a, f"{layer}.lora_b": b}
+        truth[key] = (truth[key].double() + (SCALE * b.double().T) @ a.double().T).float()
+    adapter, _ = save_mlx(tmp_path / "adapter", base, names=())
+    save_file(tensors, adapter / "adapters.safetensors")
+    assert check_checkpoint(adapter).ok
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    assert_is(tmp_path / "merged", truth)
+    assert verify_merge(base, adapter, tmp_path / "merged").ok
+    model = load_peft_on_rank(adapter)
+    assert type(model.get_base_model()).__name__ == f"{name}ForConditionalGeneration"
+    merge_lora_inplace(model).save_pretrained(tmp_path / "in memory")
+    assert_is(tmp_path / "in memory", truth)
 
 
 def assert_arrives(base: Path, adapter: Path, truth: Tensors, root: Path) -> None:
