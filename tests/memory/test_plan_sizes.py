@@ -208,12 +208,15 @@ def test_a_limit_that_is_enough_for_what_is_trained_is_enough(attached: bool) ->
 
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+DORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", use_dora=True)
 PROMPT = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(
-    ("adapter", "attached"), [(LORA, False), (LORA, True), (PROMPT, False)], ids=["lora", "peft model", "prompt"]
+    ("adapter", "attached"),
+    [(LORA, False), (LORA, True), (PROMPT, False), (DORA, False), (DORA, True)],
+    ids=["lora", "peft model", "prompt", "dora", "dora in a peft model"],
 )
 def test_each_layer_has_its_cache_where_it_lies_beside_an_adapter(
     adapter: PeftConfig, attached: bool, verify: bool
@@ -237,6 +240,7 @@ def test_each_layer_has_its_cache_where_it_lies_beside_an_adapter(
 @pytest.mark.parametrize(
     "adapter",
     [
+        DORA,
         LoHaConfig(r=2, target_modules=["q_proj"]),
         IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
         OFTConfig(oft_block_size=8, target_modules=["q_proj"]),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from safe_loading._core.interrupts import undone
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.formats.packed_linear import StandIn
 from safe_loading._model.formats.registry import FORMATS
 from safe_loading.errors import ArgumentError
@@ -61,7 +61,7 @@ def _unpacked_for_adapters() -> Iterator[None]:
     """Inside, peft gets the unpacked weight of a stand-in where DoRA takes the norm of one: it knows its own alone."""
     from peft.tuners.lora import dora
 
-    original: Callable[[nn.Module], torch.Tensor] = vars(dora)["dequantize_module_weight"]
+    original: Callable[[nn.Module], torch.Tensor] = seen_here(dora, "dequantize_module_weight")
 
     def unpack(module: nn.Module) -> torch.Tensor:
         layer: Any = module
