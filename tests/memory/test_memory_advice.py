@@ -23,11 +23,13 @@ from transformers import (
 
 from safe_loading import (
     ArgumentError,
+    CheckpointNotFound,
     DeviceMapInfeasible,
     DeviceMapPlan,
     Spread,
     TraceError,
     Workload,
+    audit_model,
     largest_micro_batch,
     meta_model,
     plan_device_map,
@@ -171,6 +173,22 @@ def test_an_adapter_that_names_no_base_is_put_into_the_workload(
     (tmp_path / "adapter_config.json").write_text(json.dumps({**document, "base_model_name_or_path": None}))
     with pytest.raises(ArgumentError, match=r"Pass the base, and this adapter in the workload\."):
         predict_memory(tmp_path, STEP)
+    found = predict_memory(tiny_llama, STEP.replace(adapter=str(tmp_path)))
+    assert found.total_bytes == predict_memory(tiny_adapter, STEP).total_bytes
+
+
+def test_a_base_of_another_machine_is_passed_with_its_adapter_in_the_workload(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    document = json.loads((tiny_adapter / "adapter_config.json").read_text())
+    document["base_model_name_or_path"] = "/home/somebody/models/base"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(document))
+    said = (
+        r"adapter_config\.json names this base; if it lies elsewhere now, pass it, and this adapter in the workload\."
+    )
+    for verb in (predict_memory, audit_model):
+        with pytest.raises(CheckpointNotFound, match=rf"(?s)somebody/models/base' is not a folder.*{said}"):
+            verb(tmp_path, STEP)
     found = predict_memory(tiny_llama, STEP.replace(adapter=str(tmp_path)))
     assert found.total_bytes == predict_memory(tiny_adapter, STEP).total_bytes
 

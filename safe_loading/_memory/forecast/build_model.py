@@ -30,7 +30,7 @@ from safe_loading._model.quantized.kbit_preparation import (
     prepare_base,
 )
 from safe_loading._model.quantized.stand_ins import stand_ins_of, unpacked_copies
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, CheckpointNotFound
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,19 @@ def build(
     """
     workload = with_read_adapter(workload)
     refuse_adapter(workload.adapter)  # before seconds are spent on a model
+    naming: Path | None = None
     if isinstance(source, (str, os.PathLike)):
         asked = Path(path_text(source, "model")).expanduser()
         if os.path.lexists(asked / ADAPTER_CONFIG):
+            naming = asked / ADAPTER_CONFIG
             source, workload = _adapted(asked, workload)
-    made = model_of(source, options, card=card, hub=hub, by_trainer=workload.model_init_kwargs)
+    try:
+        made = model_of(source, options, card=card, hub=hub, by_trainer=workload.model_init_kwargs)
+    except CheckpointNotFound as error:
+        if naming is None:
+            raise
+        elsewhere = "if it lies elsewhere now, pass it, and this adapter in the workload"
+        raise CheckpointNotFound(f"{error} {naming} names this base; {elsewhere}.") from error
     model = made.model
     if isinstance(source, torch.nn.Module):
         return Built(model, type(model).__name__, workload, Loading(), capability=made.capability)
