@@ -132,7 +132,6 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/forecast/build_model.py": {
         "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload",
-        "pass it, and this adapter": f"{_ADVISED}test_a_base_of_another_machine_is_passed_with_its_adapter_in_the_workload",
     },
     "_memory/fewest_ranks.py": {
         "pass a Spread": VALUES,
