@@ -38,6 +38,11 @@ class Match:
 # Slots that are no adapter-key-missing. The wrappers of the first two ask for their tensors themselves
 # (RoutedTensors.missing); the third is AdaLoRA's rank, which peft sets from the config and never saves.
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
+# The heads that peft takes for saved modules of every adapter for a task.
+_HEADS_OF_TASKS = {
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), frozenset({"classifier", "score"})),
+    "QUESTION_ANS": frozenset({"qa_outputs"}),
+}
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 _BASE_OF_ITS_OWN = "load it onto a base of its own (load_peft_on_rank)"
 _INNER_WEIGHT = ".base_layer.weight"
@@ -343,6 +348,13 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     return ", ".join(without_peft_prefix(f"{parent}.{child}").lstrip(".") for child in similar) or "none"
 
 
+def _without_task(config: PeftConfig, key: str) -> str:
+    """Return the rest of the advice for a head that peft adds to a config by its task, whatever the config lists."""
+    task = getattr(config.task_type, "value", config.task_type)
+    brings = not _HEADS_OF_TASKS.get(task, frozenset()).isdisjoint(key.split("."))
+    return f", and set task_type to null in it, since {task} brings this head" if brings else ""
+
+
 def _missing(
     file: str,
     config: PeftConfig,
@@ -356,7 +368,10 @@ def _missing(
     fix = "save the adapter again with save_pretrained, or take the module out of the config"
     if later:  # of a tied part that adapters before have apart, the file has one
         fix = f"{_BASE_OF_ITS_OWN}; or {fix}"
-    findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in required]
+    findings = [
+        fault("modules-to-save-missing", f"{file}: {key}", message, f"{fix}{_without_task(config, key)}")
+        for key in required
+    ]
     # Tied slots share one storage: one tensor of the file fills all of them.
     filled = {slots[key].storage for key in routed.tensors if key in slots}
     named = {part for key in routed.tensors for part in ancestors(without_peft_prefix(_module_of(key)))}

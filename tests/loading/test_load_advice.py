@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engines import needs
 from faults import adapters as faults
 from models import save_adapter, save_llama
@@ -136,6 +137,28 @@ def test_an_adapter_loads_once_it_is_mended(tmp_path: Path, tiny_llama: Path, ki
         load_peft_on_rank(tiny_llama, adapter)
     (adapter / faults.WEIGHTS).write_bytes(good)
     change_config(adapter, **(mended or {}))
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "head"), [("SEQ_CLS", "score"), ("TOKEN_CLS", "score"), ("QUESTION_ANS", "qa_outputs")]
+)
+def test_an_adapter_without_the_head_of_its_task_loads_without_the_task(
+    tmp_path: Path, tiny_llama: Path, task: str, head: str
+) -> None:
+    """As one has it that was trained inside a model of somebody's own, with the task of another class in its config."""
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama)
+    expected = logits(load_peft_on_rank(tiny_llama, adapter))
+    change_config(adapter, task_type=task, modules_to_save=["qa_outputs" if task == "QUESTION_ANS" else "score"])
+    kind = {"QUESTION_ANS": "QuestionAnswering", "SEQ_CLS": "SequenceClassification"}.get(task, "TokenClassification")
+    base = getattr(transformers, f"LlamaFor{kind}").from_pretrained(tiny_llama)
+    with pytest.raises(AdapterError, match=f"set task_type to null in it, since {task} brings this head") as caught:
+        load_peft_on_rank(base, adapter)
+    assert "take the module out of the config" in str(caught.value)
+    change_config(adapter, modules_to_save=None)
+    with pytest.raises(AdapterError, match="task_type"):  # peft adds the head again
+        load_peft_on_rank(base, adapter)
+    change_config(adapter, task_type=None)
     assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), expected)
 
 
