@@ -349,8 +349,8 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
 
 
 def _without_task(config: PeftConfig, key: str) -> str:
-    """Return the rest of the advice for a head that peft adds to a config by its task, whatever the config lists."""
-    task = getattr(config.task_type, "value", config.task_type)
+    """Return the rest of the advice for a head that peft adds to a config by its task, listed there or not."""
+    task = str(getattr(config.task_type, "value", config.task_type))
     brings = not _HEADS_OF_TASKS.get(task, frozenset()).isdisjoint(key.split("."))
     return f", and set task_type to null in it, since {task} brings this head" if brings else ""
 
