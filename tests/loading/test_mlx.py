@@ -112,7 +112,7 @@ def test_experts_of_mlx_are_one_layer(tmp_path: Path, family: str, flat: bool) -
         load_peft_on_rank(adapter, base)
 
 
-@needs("transformers", "5.10")
+@needs("transformers", "5.17")
 @pytest.mark.parametrize("name", ["Gemma4", "Mistral3", "Qwen3VL", "Qwen3_5"])
 def test_the_text_model_of_a_vision_language_model_is_named_as_mlx_names_it(tmp_path: Path, name: str) -> None:
     saved(f"{name}ForConditionalGeneration", tmp_path / "base")
