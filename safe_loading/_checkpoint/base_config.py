@@ -120,7 +120,7 @@ def named_quantization(config: JsonObject) -> tuple[str, str] | None:
     for where, part in parts.items():
         for key in ("quantization_config", "compression_config"):
             quantized = part.get(key) if isinstance(part, dict) else None
-            if not isinstance(quantized, dict):
+            if not isinstance(quantized, dict) or packs_nothing(quantized):
                 continue
             early = quantized.get("load_in_4bit") or quantized.get("load_in_8bit")
             method = quantized.get("quant_method") or ("bitsandbytes" if early else None)
@@ -158,7 +158,15 @@ def quantization_of(config: JsonObject) -> object:
     """Return the settings that transformers takes: the config's own, or else those of the language model inside."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
-    return next((entry for part in parts if (entry := part.get("quantization_config"))), None)
+    found = next((entry for part in parts if (entry := part.get("quantization_config"))), None)
+    return None if packs_nothing(found) else found
+
+
+def packs_nothing(entry: object) -> bool:
+    """Return whether settings of bitsandbytes say neither 4 nor 8 bits: transformers passes over them."""
+    if not isinstance(entry, dict) or entry.get("quant_method") != "bitsandbytes":
+        return False
+    return not (entry.get("load_in_4bit") or entry.get("load_in_8bit"))
 
 
 def reads_quantization(config: JsonObject) -> bool:

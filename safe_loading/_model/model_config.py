@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
+from safe_loading._checkpoint.base_config import base_config_faults, packs_nothing, quantization_findings
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
 from safe_loading._checkpoint.other_things import not_a_model
 from safe_loading._checkpoint.strict_json import read_json_object
@@ -58,14 +58,19 @@ def read_config(
 
 
 def lift_quantization(config: PreTrainedConfig) -> None:
-    """Move the quantization of the language model inside to a config without one, which transformers takes as its."""
+    """Move the quantization of the language model inside to a config without one, which transformers takes as its.
+
+    One that packs nothing is taken out.
+    """
+    if packs_nothing(vars(config).get("quantization_config")):
+        del config.quantization_config
     try:
         text = config.get_text_config(decoder=True)
     except ValueError:  # several of them
         return
     # a mapping where the class knows no config inside: transformers says what is wrong as it builds the model
     found = vars(text).pop("quantization_config", None) if isinstance(text, PreTrainedConfig) else None
-    if found and not getattr(config, "quantization_config", None):
+    if found and not packs_nothing(found) and not getattr(config, "quantization_config", None):
         config.quantization_config = found
 
 

@@ -45,7 +45,10 @@ PLAIN: dict[str, tuple[str, tuple[int, ...]]] = {
     "logit_scale": ("F32", ()),
     "layer_scale.lambda1": ("F32", (32,)),
 }
-FIELDS: dict[str, Any] = {"compressed-tensors": {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}}
+FIELDS: dict[str, Any] = {
+    "compressed-tensors": {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+    "bitsandbytes": {"load_in_4bit": True},
+}
 
 
 def config_of(method: str) -> dict[str, Any]:
@@ -83,6 +86,7 @@ def test_codes_of_every_format_are_seen(method: str) -> None:
         ({}, False),
         ({"quantization_config": None}, False),
         ({"quantization_config": "awq"}, False),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": False}}, False),
         ({"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}}, False),
         # compressed-tensors for the cache alone, or for activations
         ({"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}}, False),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import save_adapter, save_llama
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from safe_loading import (
     CheckpointError,
@@ -86,6 +86,7 @@ PASSED_OVER: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}},
     "a method to come": {"quant_method": "magic", "bits": 3},
     "gguf": {"quant_method": "gguf"},
+    "neither 4 nor 8 bits": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False},
 }
 
 
@@ -112,6 +113,17 @@ def test_every_verb_takes_plain_weights_whose_method_transformers_passes_over(tm
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": PASSED_OVER[kind]}))
     for verb, call in verbs.items():
         assert _equal(call(tmp_path / "marked" / verb), expected[verb]), verb
+
+
+def test_settings_of_neither_4_nor_8_bits_leave_the_weights_of_a_config_plain(tmp_path: Path) -> None:
+    """As peft's examples left them in the config of a model that they had trained in full precision."""
+    plain = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+    marked = LlamaConfig(**plain.to_diff_dict(), quantization_config=PASSED_OVER["neither 4 nor 8 bits"])
+    marked.save_pretrained(tmp_path)
+    expected = plan_device_map(plain, {0: "1GB"}, verify=False).devices
+    for config in (marked, tmp_path):
+        assert plan_device_map(config, {0: "1GB"}, verify=False).devices == expected
+        assert type(meta_model(config).get_submodule("model.layers.0.mlp.up_proj")) is torch.nn.Linear
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
