@@ -25,7 +25,7 @@ from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import ArgumentError
 
 from .formats.four_bit_on_meta import four_bit_on_meta
-from .model_config import building, ignored_sizes, read_config, read_generation_config
+from .model_config import building, ignored_sizes, lift_quantization, read_config, read_generation_config
 from .module_limit import module_limit
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.to_plain import how_to_dequantize
@@ -99,6 +99,7 @@ def meta_model(
         hub.refuse_for(model)
         # The model keeps its config, into which transformers writes the dtype and the attention.
         config = copy.deepcopy(model)
+        lift_quantization(config)
         name = config.name_or_path or ""
     else:
         name = path_text(model, "model")
@@ -233,9 +234,10 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
             )
         return loader_of(found, config) or found
     named = class_in_config(config, trust_remote_code=trust_remote_code)
-    if named is not None:
+    drafts = _DRAFTS.intersection(vars(config))
+    if named is not None and (trust_remote_code or not drafts or _of_transformers(config)):
         return named
-    if drafts := _DRAFTS.intersection(vars(config)):
+    if drafts:
         raise ArgumentError(
             f"The config is that of a draft for speculative decoding ({', '.join(sorted(drafts))}): transformers lacks "
             f"{' or '.join(config.architectures or [])}, which shares embeddings with its target, and the class of the "
@@ -262,10 +264,15 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
 def class_assumed(config: PreTrainedConfig, built: torch.nn.Module, *, trust_remote_code: bool) -> Finding | None:
     """Return a finding where a model is built by its type alone, because transformers lacks the class of the config."""
     names = config.architectures or []
-    if trust_remote_code or not names or any(_can_build(getattr(transformers, name, None)) for name in names):
+    if trust_remote_code or not names or _of_transformers(config):
         return None
+    others = [name for name in names if _can_build(getattr(transformers, name, None))]
+    if others:
+        named = f"{others[0]}, which the config names, is of another model type"
+    else:
+        named = f"transformers has no {' or '.join(names)}, which the config names"
     message = (
-        f"transformers has no {' or '.join(names)}, which the config names; {type(built).__name__} is taken, "
+        f"{named}; {type(built).__name__} is taken, "
         f"which is of the model type {config.model_type!r}: where the two differ, so do their sizes."
     )
     fix = (
@@ -278,10 +285,10 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
     """Return the class that the config's ``architectures`` name; None when transformers has no such class.
 
     For code of the repository it is the auto class that the config's ``auto_map`` names, because the auto classes know
-    how to run that code once it is trusted.
+    how to run that code once it is trusted. A class of another model type is none: the auto classes go by the type.
     """
     names = config.architectures or []
-    own = next((found for name in names if _can_build(found := getattr(transformers, name, None))), None)
+    own = _of_transformers(config)
     remote: Mapping[str, object] = getattr(config, "auto_map", None) or {}
     of_code: ModelClass | None = None
     for auto_class, reference in remote.items():
@@ -294,6 +301,13 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
     # Untrusted code does not run, and the auto class that it was written for may not know the class of transformers
     # that took its place, or know it without its head.
     return own or _of_the_same_head(config, names) or of_code
+
+
+def _of_transformers(config: PreTrainedConfig) -> ModelClass | None:
+    """Return the first class of transformers that the config names and that takes it; None where there is none."""
+    named = (getattr(transformers, name, None) for name in config.architectures or [])
+    loaders = (loader_of(model_class, config) for model_class in named if _can_build(model_class))
+    return next(filter(None, loaders), None)
 
 
 def classes_of(auto_class: object, config: PreTrainedConfig) -> tuple[ModelClass, ...]:
@@ -322,7 +336,8 @@ def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelCl
     Code of a repository may spell its classes otherwise than transformers (KimiK25ForConditionalGeneration).
     """
     heads = {name[name.rindex("For") :] for name in names if "For" in name}
-    for auto_class in (*_WITH_ENCODER, *_AUTO_CLASSES):
+    others = (name for name in dir(transformers) if name.startswith("AutoModelFor")) if heads else ()
+    for auto_class in (*_WITH_ENCODER, *_AUTO_CLASSES, *others):
         for kind in classes_of(getattr(transformers, auto_class, None), config):
             if any(kind.__name__.endswith(head) for head in heads):
                 return kind

@@ -270,6 +270,25 @@ def test_a_class_that_a_repository_spells_otherwise_has_the_head_that_its_name_s
     assert class_to_build(config, None, trust_remote_code=True) is transformers.AutoModel
 
 
+@pytest.mark.parametrize(
+    ("config", "named", "built"),
+    [
+        (transformers.Qwen2Config, "LlamaForCausalLM", "Qwen2ForCausalLM"),
+        (transformers.Gemma3TextConfig, "Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),  # the text alone
+        (transformers.XLMRobertaConfig, "RobertaForMaskedLM", "XLMRobertaForMaskedLM"),
+        (LlamaConfig, "InternLMForSequenceClassification", "LlamaForSequenceClassification"),
+    ],
+)
+def test_the_type_of_a_model_decides_where_the_named_class_is_of_another(config: type, named: str, built: str) -> None:
+    """The auto classes go by the type: a merge of the text of Qwen3.5 names the class with images."""
+    made = config(**TINY, architectures=[named])
+    model = meta_model(made)
+    assert type(model).__name__ == built
+    (found,) = plan_device_map(made, {0: "9GB"}, verify=False).findings
+    assert found.code == "class-assumed"
+    assert re.search(rf"{named}, which the config names.*; {built} is taken", found.message)
+
+
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 
 
@@ -278,6 +297,9 @@ TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num
     [
         ("LlamaForCausalLMEagle3", {"draft_vocab_size": 32}),
         ("DFlashDraftModel", {"dflash_config": {"block_size": 16, "target_layer_ids": [1]}}),
+        # as SpecForge writes them: code that is not trusted leaves no other class
+        ("DSparkDraftModel", {"dflash_config": {}, "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}}),
+        ("Eagle3LlamaForCausalLM", {"draft_vocab_size": 32}),  # the head is that of a class, too
     ],
 )
 def test_a_draft_model_is_no_model_of_its_type(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
