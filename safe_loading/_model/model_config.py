@@ -149,6 +149,11 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
             f" is of diffusers' {name!s:.80}, which transformers does not make. Pass the model itself: "
             f"{name!s:.80}.from_pretrained(folder), or on meta, for a plan or a wrap, from_config(load_config(folder))."
         )
+    if kind is None and "speculators_model_type" in document:
+        return (
+            f" is that of a draft for speculative decoding ({document['speculators_model_type']!s:.80}), as the package "
+            "speculators writes it: vLLM builds it, and transformers does not. Pass the folder of its target model."
+        )
     if kind is None and "model_type" in error:
         if "architectures" in document or any(size in document for size in _SIZES):
             what_to_do = 'Set it to the architecture, such as "llama".'

@@ -91,6 +91,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Read it first": f"{_ADVISED}test_code_that_is_read_and_trusted_runs",
         "Set it to the architecture": _MADE,
         "Pass the folder that it was converted from": OUTSIDE,
+        "Pass the folder of its target model": OUTSIDE,
         "take the checkpoint that was converted for transformers": "model/test_meta_model.py::"
         "test_sizes_that_a_class_would_ignore_are_refused_until_they_are_where_it_reads_them",
         "Upgrade transformers if a newer one does": OUTSIDE,

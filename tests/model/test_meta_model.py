@@ -361,8 +361,12 @@ def test_a_vocabulary_that_a_class_would_ignore_is_planned_with_a_finding_and_no
             "another engine's .*Pass the folder that it was converted",
         ),
         ({"hidden_size": 8}, 'has no model_type.* Set it to the architecture, such as "llama"'),
+        (
+            {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32},
+            r"draft for speculative decoding \(eagle3\).* Pass the folder of its target",
+        ),
     ],
-    ids=["unknown", "CTranslate2", "none"],
+    ids=["unknown", "CTranslate2", "none", "speculators"],
 )
 def test_a_config_without_a_known_type_is_named(tmp_path: Path, document: dict[str, Any], said: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(document))
