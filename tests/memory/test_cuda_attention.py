@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from safe_loading import Workload
+from safe_loading import Workload, predict_memory
 from safe_loading._memory.trace.cuda_attention import _efficient_workspace, fused_attention
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.trace_step import trace_step
@@ -221,3 +221,67 @@ def test_flash_attention_copies_an_output_with_heads_first_for_its_backward_pass
         trace = trace_step(model, step, inputs={"x": torch.empty(2, 16, 64, dtype=torch.bfloat16)})
     copies = [a for a in trace.allocations if "clone" in a.op and a.phase == "backward" and a.bytes == 2 * 16 * 64 * 2]
     assert len(copies) == in_order
+
+
+class _OddHeads(torch.nn.Module):
+    """Attention whose heads are of a size that no fused kernel takes with a mask, without anything around it."""
+
+    def __init__(self, *, dropout: float, causal: bool, trained: bool) -> None:
+        super().__init__()
+        self.project, self.options, self.trained = torch.nn.Linear(144, 144), (dropout, causal), trained
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        heads = self.project(x).view(2, 256, 8, 18).transpose(1, 2)
+        with torch.set_grad_enabled(self.trained):
+            output = functional.scaled_dot_product_attention(heads, heads, heads, mask, *self.options)
+        return (output + heads).transpose(1, 2).reshape(2, 256, 144).sin()
+
+
+def test_the_mask_of_a_dropout_in_unfused_attention_takes_a_byte_for_each_score() -> None:
+    model, step = _OddHeads(dropout=0.1, causal=True, trained=True), Workload.train(2, 256, labels=False)
+    with cuda_paths(A100):
+        trace = trace_step(model, step, inputs={"x": torch.empty(2, 256, 144)})
+    scores = 2 * 8 * 256 * 256
+    assert [a.bytes for a in trace.allocations if "native_dropout.default" in a.op] == [scores, 4 * scores]
+    assert not [a for a in trace.allocations if "bernoulli" in a.op]
+
+
+def unfused() -> dict[str, list[int]]:
+    """Forecast and run a step with each mask and dropout."""
+    found = {}
+    masks = {"none": None, "causal": None, "bool": torch.ones(2, 1, 256, 256, dtype=torch.bool)}
+    masks["float"] = torch.zeros(2, 1, 256, 256)
+    for dropout, (kind, mask), trained in itertools.product((0.0, 0.1), masks.items(), (True, False)):
+        model = _OddHeads(dropout=dropout, causal=kind == "causal", trained=trained)
+        batch = {"x": torch.empty(2, 256, 144), **({} if mask is None else {"mask": mask})}
+        step = Workload.train(2, 256, labels=False, optimizer="sgd")
+        forecast = predict_memory(model, step, inputs={k: v.to("meta") for k, v in batch.items()}, capability=A100)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer = torch.optim.SGD(model.cuda().parameters())
+        for _ in range(2):
+            given = {name: tensor.cuda() for name, tensor in batch.items()}  # held until the step ends, as a loop does
+            loss = model(**given).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss, given
+        found[f"{kind}, {dropout}, {trained}"] = [
+            forecast.allocated_peak_bytes,
+            torch.cuda.max_memory_allocated() - before,
+        ]
+        del model, optimizer
+        torch._C._cuda_clearCublasWorkspaces()
+    return found
+
+
+@pytest.mark.gpu
+def test_unfused_attention_takes_what_it_takes_on_a_card(simulated_cuda: CudaRunner) -> None:
+    script = """
+        from test_cuda_attention import unfused
+        case(unfused, "unfused")
+    """
+    found = simulated_cuda.run(script, env={"SIMCUDA_GPU": "A100", "SIMCUDA_VALUES": "4096"})["unfused"]
+    assert {name for name, (predicted, real) in found.items() if predicted != real} == set()
+    assert len(found) == 16

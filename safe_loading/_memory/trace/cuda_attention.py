@@ -53,16 +53,52 @@ def fused_attention(
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32) or not _have_heads(query, key, value, grouped):
         return None
     if _takes_cudnn(capability, query, value, mask, options[0]) and key.shape[2] != 1:
-        return _apply_cudnn_attention(query, key, value, _additive(mask, query), *options)
+        return _apply_cudnn_attention(query, key, value, additive_mask(mask, query), *options)
     if key.shape[1] != value.shape[1]:  # of groups, which cuDNN alone takes
         return None
     if mask is None and _takes_flash(capability, query, key, value, options):
         return _padded_flash_attention(query, key, value, options)
     if _takes_efficient(capability, query, key, value, mask, grouped):
         return _apply_efficient_attention(
-            query, key, value, _aligned_bias(query, key, _additive(mask, query)), capability, *options
+            query, key, value, _aligned_bias(query, key, additive_mask(mask, query)), capability, *options
         )
     return None
+
+
+def unfused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    grouped: bool,
+    options: _Options,
+) -> torch.Tensor:
+    """Return the output of the math with a dropout (``_scaled_dot_product_attention_math``), whose kernel is fused.
+
+    torch's own function would take the CPU's dropout here, whose mask is as large as the scores. The order and the
+    lifetimes are those of attention.cpp.
+    """
+    dropout, causal, scale = options
+    exact = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in (query, key, value)]
+    factor = math.sqrt(abs(scale) if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    scaled = exact[0] * factor
+    if causal:
+        tokens = (query.shape[-2], key.shape[-2])
+        mask = additive_mask(torch.ones(tokens, dtype=torch.bool, device=query.device).tril(), scaled)
+    keys, values = exact[1:]
+    if grouped:
+        keys, values = (_repeated(each, query.shape[-3]) for each in (keys, values))
+    scores = torch.matmul(scaled, keys.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    scores = aten._safe_softmax(scores, -1)
+    scores = torch.native_dropout(scores, dropout, True)[0]
+    return torch.matmul(scores, values).to(query.dtype)
+
+
+def _repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
+    own = heads.shape[-3]
+    return heads if own == count else heads.repeat_interleave(count // own, -3)
 
 
 def _have_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
@@ -111,7 +147,7 @@ def _takes_efficient(
     return not unequal and query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
 
 
-def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+def additive_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
     """Return a mask as numbers that are added to the scores (``convert_boolean_attn_mask``)."""
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from safe_loading._core.thread_patches import answer_no, answer_yes, patched, seen_here
 
-from .cuda_attention import AMPERE, fused_attention
+from .cuda_attention import AMPERE, additive_mask, fused_attention, unfused_attention
 from .cuda_scratch import ADDS_IN_PLACE, CARD, card_of
 
 aten = torch.ops.aten
@@ -147,12 +147,15 @@ class _CudaFunctions:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        mask = additive_mask(attn_mask, query)
+        if 0.0 < dropout_p < 1.0:
+            return unfused_attention(query, key, value, mask, enable_gqa, options)
         # the CPU would take its own flash kernel here
         math = aten._scaled_dot_product_attention_math
         token = ADDS_IN_PLACE.set(True)  # the mask, except under a dispatch mode such as the trace's (attention.cpp)
         try:
             output: torch.Tensor = math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )[0]
         finally:
             ADDS_IN_PLACE.reset(token)
