@@ -152,8 +152,8 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
     if kind is None and "speculators_model_type" in document:
         return (
             f" is that of a draft for speculative decoding ({document['speculators_model_type']!s:.80}), as "
-            "the package speculators writes it: vLLM builds it, and transformers does not. Pass the folder of its target "
-            "model."
+            "the package speculators writes it: vLLM builds it, and transformers does not. "
+            "Pass the folder of its target model."
         )
     if kind is None and "model_type" in error:
         if "architectures" in document or any(size in document for size in _SIZES):
