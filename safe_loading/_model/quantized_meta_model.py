@@ -127,7 +127,8 @@ def _quantization_assumed(config: PreTrainedConfig, folder: ModelFolder | None) 
     if path.parent.name == "snapshots":  # in the hub's cache, whose snapshots are named by hashes
         path = path.parent.parent
     word = QUANTIZED_NAME.search(path.name)
-    if word is None or (folder is not None and folder.inspect_checkpoint(kind="model")[0] is not None):
+    checkpoint = None if word is None or folder is None else folder.inspect_checkpoint(kind="model")[0]
+    if word is None or (checkpoint is not None and checkpoint.tensors):
         return None
     message = (
         f"the name {path.name} says {word[0]}, but neither the config nor a file beside it names a quantization: plain "

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from models import QUANTIZABLE, SIZES, cached, save_llama
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from safe_loading import Workload, meta_model, plan_device_map, predict_memory, smallest_limits
+from safe_loading import CheckpointError, Workload, meta_model, plan_device_map, predict_memory, smallest_limits
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._model.weights_dtype import dtype_on_disk, find_weights_dtype
 
@@ -188,3 +188,22 @@ def test_a_quantized_name_without_a_quantization_is_told(
     with_weights = save_llama(tmp_path / "saved", torch.bfloat16).rename(tmp_path / "Llama-AWQ-w4a16")
     assert codes(with_weights) == set()
     assert codes(folder.rename(tmp_path / "Llama-3.1-8B-Int44")) == set()
+
+
+@pytest.mark.parametrize("kind", ["an index alone", "a clone without git lfs pull"])
+def test_a_folder_whose_weights_are_still_to_come_is_planned_by_its_config(kind: str, tmp_path: Path) -> None:
+    saved = save_llama(tmp_path / "saved", torch.bfloat16)
+    whole = plan_device_map(saved, CARD, verify=False)
+    shards = sorted(saved.glob("*.safetensors"))
+    assert len(shards) > 1
+    held = load_file(shards[0])
+    for shard in shards:
+        shard.unlink()
+        if kind != "an index alone":
+            shard.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n")
+    assert plan_device_map(saved, CARD, verify=False).devices == whole.devices
+    named = saved.rename(tmp_path / "Llama-3.1-8B-FP8")
+    assert codes(named) == {"quantization-assumed"}
+    save_file(held, named / shards[0].name)
+    with pytest.raises(CheckpointError, match=shards[1].name):  # a download that broke off
+        plan_device_map(named, CARD, verify=False)

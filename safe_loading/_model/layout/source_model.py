@@ -29,6 +29,7 @@ from .ties import untie_as_in_folder
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
 # A folder with a config and no weights is enough; so is one whose weights are pickles, which stay unread.
 _NO_WEIGHTS = ("weights-missing", "pickle-only", "no-tensors")
+_NOT_HERE = ("missing-shard", "lfs-pointer")  # of all files: an index alone, or a clone without `git lfs pull`
 ANYWHERE = HubOptions()
 
 
@@ -71,13 +72,21 @@ def model_of(
         config.num_labels = labels
     on_disk = folder is not None and isinstance(source, (str, os.PathLike)) and Path(source).expanduser().is_dir()
     if whole and folder is not None and on_disk:
-        faults = errors_of(folder.inspect_checkpoint(kind="model")[1])
-        if any(fault.code not in _NO_WEIGHTS for fault in faults):
-            raise_faults(folder.path, faults)
+        _refuse_damaged(folder)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=corrected_in_folder, **options)
     by_itself = loaded_by_trainer(told.get("dtype", "auto"), config, folder)
     known = () if by_itself is None else (by_itself,)
     return made._replace(findings=(*made.findings, *known, *untie_as_in_folder(made.model, folder)))
+
+
+def _refuse_damaged(folder: ModelFolder) -> None:
+    """Refuse a folder whose weights cannot be loaded; one that holds none yet is planned by its config."""
+    checkpoint, findings = folder.inspect_checkpoint(kind="model")
+    partly = checkpoint is not None and checkpoint.tensors
+    allowed = _NO_WEIGHTS if partly else (*_NO_WEIGHTS, *_NOT_HERE)
+    faults = errors_of(findings)
+    if any(fault.code not in allowed for fault in faults):
+        raise_faults(folder.path, faults)
 
 
 def _refuse_codes_of_now(model: torch.nn.Module) -> None:
