@@ -289,6 +289,14 @@ def test_the_type_of_a_model_decides_where_the_named_class_is_of_another(config:
     assert re.search(rf"{named}, which the config names.*; {built} is taken", found.message)
 
 
+def test_a_folder_whose_config_names_a_class_of_another_type_is_checked_as_it_is_loaded(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["MistralForCausalLM"]}))
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is LlamaForCausalLM
+    assert not check_checkpoint(folder).findings
+
+
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 
 
