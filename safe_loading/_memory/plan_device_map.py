@@ -34,7 +34,7 @@ from .plan.device_memory import CUDA_CONTEXT, accelerator, capability_here, free
 from .plan.planner import Planner
 from .plan.request import PlanRequest
 from .trace.inputs import assume_padding_token
-from .trace.read_adapter import with_read_adapter
+from .trace.read_adapter import base_and_workload, naming_base, with_read_adapter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +73,8 @@ def plan_device_map(
     answer that there is none. Nothing is loaded, and no device is touched.
 
     Args:
-        model: A hub id, a folder, a config, or a module (real or on meta).
+        model: A hub id, a folder, a config, or a module (real or on meta). The folder of an adapter stands for the
+            base that it names, with the adapter.
         max_memory: What this model may take on each device, to the byte: ``{0: "20GiB", 1: 16e9, "cpu": "64GiB"}``.
             None takes what is free now on each visible accelerator less a context's overhead, or the host's memory
             where there is none.
@@ -153,7 +154,7 @@ def plan_request(
     own = {"dtype": dtype, "no_split_modules": no_split_modules}
     dtype, no_split_modules, _ = PLAN.placed(plan_device_map, other, own, None)
     _check_choices(objective, offload)
-    asked = _checked_workload(workload)
+    model, asked, naming = base_and_workload(model, _checked_workload(workload))
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     if set(limits) == {"disk"}:
         raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
@@ -176,7 +177,8 @@ def plan_request(
         hub=HubOptions(revision, subfolder, token),
         by_trainer=None if workload is None else workload.model_init_kwargs,
     )
-    planned, findings = build(attn_implementation=attn_implementation)
+    with naming_base(naming):
+        planned, findings = build(attn_implementation=attn_implementation)
     return PlanRequest(
         model=planned,
         limits=_with_hosts(limits, offload),

@@ -130,7 +130,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/forecast/report.py": {
         "Call predict_memory here": "memory/test_forecast_suggestions.py::test_a_forecast_keeps_no_model_alive"
     },
-    "_memory/forecast/build_model.py": {
+    "_memory/trace/read_adapter.py": {
         "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload",
     },
     "_memory/fewest_ranks.py": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -186,7 +187,8 @@ def test_a_base_of_another_machine_is_passed_with_its_adapter_in_the_workload(
     said = (
         r"adapter_config\.json names this base; if it lies elsewhere now, pass it, and this adapter in the workload\."
     )
-    for verb in (predict_memory, audit_model):
+    planned = functools.partial(plan_device_map, max_memory={0: "1GiB"})
+    for verb in (predict_memory, audit_model, lambda model, step: planned(model, workload=step)):
         with pytest.raises(CheckpointNotFound, match=rf"(?s)somebody/models/base' is not a folder.*{said}"):
             verb(tmp_path, STEP)
     found = predict_memory(tiny_llama, STEP.replace(adapter=str(tmp_path)))

@@ -24,7 +24,15 @@ from tiny_models import causal_lm_classes, skip_unless_buildable, tiny_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.accelerate import expand_device_map
 
-from safe_loading import DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map, predict_memory, smallest_limits
+from safe_loading import (
+    DeviceMapInfeasible,
+    DeviceMapPlan,
+    Workload,
+    load_peft_on_rank,
+    plan_device_map,
+    predict_memory,
+    smallest_limits,
+)
 from safe_loading._memory.plan.map_keys import collapse, device_of
 
 EVERY = causal_lm_classes()
@@ -260,3 +268,22 @@ def test_adapters_of_every_method_are_counted(adapter: PeftConfig) -> None:
     assert plan_device_map(model, {0: "1GB"}, workload=workload, verify=False).devices[0].weights == plain + added
     verified = plan_device_map(model, {0: "1GB"}, workload=workload).devices[0]
     assert (verified.weights, verified.staging) == (plain + added, 0)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside the config of its base"])
+def test_an_adapters_folder_is_planned_as_its_base_with_it(tmp_path: Path, beside: bool) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(base)
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=8, target_modules="all-linear"))
+    trained.save_pretrained(adapter)
+    if beside:
+        (adapter / "config.json").write_text((base / "config.json").read_text())
+    limits = {0: "1GiB"}
+    loaded = load_peft_on_rank(base, adapter, device="cpu")
+    assert counted(plan_device_map(adapter, limits)) == sum(stored(loaded).values())
+    for work in (Workload.generate(1, 16), Workload.train(1, 16)):
+        of_folder = plan_device_map(adapter, limits, workload=work)
+        of_both = plan_device_map(base, limits, workload=work.replace(adapter=str(adapter)))
+        assert (of_folder, of_folder.devices) == (of_both, of_both.devices)
+    whole = load_peft_on_rank(adapter, device_map=dict.fromkeys(plan_device_map(adapter, limits), "cpu"))
+    assert sum(stored(whole).values()) == sum(stored(loaded).values())

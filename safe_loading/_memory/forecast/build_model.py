@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,9 @@ from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
-from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.inputs import assume_padding_token
-from safe_loading._memory.trace.read_adapter import ReadAdapter, read_adapter, with_read_adapter
+from safe_loading._memory.trace.read_adapter import ReadAdapter, base_and_workload, naming_base, with_read_adapter
 from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._memory.trace.trace_error import refuse_untraced_methods
 from safe_loading._model.formats.format import AMPERE, TargetCard
@@ -30,7 +27,6 @@ from safe_loading._model.quantized.kbit_preparation import (
     prepare_base,
 )
 from safe_loading._model.quantized.stand_ins import stand_ins_of, unpacked_copies
-from safe_loading.errors import ArgumentError, CheckpointNotFound
 
 
 @dataclass(frozen=True)
@@ -58,21 +54,10 @@ def build(
 
     The options are those of `model_of`. `preparation` says who prepares what is in 4 or 8 bits and trained.
     """
-    workload = with_read_adapter(workload)
+    source, workload, naming = base_and_workload(source, with_read_adapter(workload))
     refuse_adapter(workload.adapter)  # before seconds are spent on a model
-    naming: Path | None = None
-    if isinstance(source, (str, os.PathLike)):
-        asked = Path(path_text(source, "model")).expanduser()
-        if os.path.lexists(asked / ADAPTER_CONFIG):
-            naming = asked / ADAPTER_CONFIG
-            source, workload = _adapted(asked, workload)
-    try:
+    with naming_base(naming):
         made = model_of(source, options, card=card, hub=hub, by_trainer=workload.model_init_kwargs)
-    except CheckpointNotFound as error:
-        if naming is None:
-            raise
-        elsewhere = "if it lies elsewhere now, pass it, and this adapter in the workload"
-        raise CheckpointNotFound(f"{error} {naming} names this base; {elsewhere}.") from error
     model = made.model
     if isinstance(source, torch.nn.Module):
         return Built(model, type(model).__name__, workload, Loading(), capability=made.capability)
@@ -108,16 +93,3 @@ def refuse_adapter(adapter: object) -> None:
     config = adapter.config if isinstance(adapter, ReadAdapter) else adapter
     if isinstance(config, PeftConfig):
         refuse_untraced_methods(config)
-
-
-def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
-    """Return the base of an adapter's folder, and the workload with the adapter."""
-    read = read_adapter(os.fspath(folder))
-    if workload.adapter is None:
-        refuse_adapter(read)
-    base = read.config.base_model_name_or_path
-    if not base or not isinstance(base, str):
-        raise ArgumentError(
-            f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
-        )
-    return base, workload if workload.adapter is not None else workload.replace(adapter=read)

@@ -72,7 +72,8 @@ class Planner:
 
     def _plan(self) -> DeviceMapPlan:
         request = self.request
-        alone = self.alone = self._trace(None) if request.workload.kind != "weights_only" else None
+        sized = request.workload.kind != "weights_only" or request.workload.adapter is not None
+        alone = self.alone = self._trace(None) if sized else None
         rounds = 0
         while True:
             rounds += 1
@@ -136,11 +137,9 @@ class Planner:
     def _trace(self, device_map: Mapping[str, Device] | None) -> StepTrace | None:
         """Run the step with a map, or for None on the first device alone; None when it cannot be traced."""
         workload = self.request.workload
-        if device_map is not None and workload.kind == "weights_only":
-            if len(set(device_map.values())) == 1 and "disk" not in device_map.values():
-                workload = Workload.weights_only()  # on one device nothing can meet another
-            else:
-                workload = _PROBE
+        places = set() if device_map is None else {*device_map.values()}
+        if workload.kind == "weights_only" and (len(places) > 1 or "disk" in places):  # where things can meet
+            workload = _PROBE.replace(adapter=workload.adapter)
         try:
             return self._traces.step(workload, device_map)
         except TraceError as error:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
+from safe_loading.errors import ArgumentError, CheckpointNotFound
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
     from safe_loading._checkpoint.adapter_folder import AdapterFolder
+    from safe_loading._model.layout.source_model import ModelSource
 
 Folder = str | os.PathLike[str]
 
@@ -69,6 +75,34 @@ def read_adapter(folder: Folder) -> ReadAdapter:
     from safe_loading._loading.peft_config import read_peft_config
 
     return ReadAdapter(folder, *read_peft_config(folder))
+
+
+def base_and_workload(source: ModelSource, workload: Workload) -> tuple[ModelSource, Workload, Path | None]:
+    """Return the base that an adapter's folder names, the workload with it, and its config; other models as passed."""
+    if not isinstance(source, (str, os.PathLike)):
+        return source, workload, None
+    folder = Path(path_text(source, "model")).expanduser()
+    if not os.path.lexists(folder / ADAPTER_CONFIG):
+        return source, workload, None
+    read = read_adapter(os.fspath(folder))
+    base = read.config.base_model_name_or_path
+    if not base or not isinstance(base, str):
+        raise ArgumentError(
+            f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
+        )
+    return base, workload if workload.adapter is not None else workload.replace(adapter=read), folder / ADAPTER_CONFIG
+
+
+@contextmanager
+def naming_base(config: Path | None) -> Iterator[None]:
+    """Inside, a base that is not found is told with the config of the adapter that names it, if one does."""
+    try:
+        yield
+    except CheckpointNotFound as error:
+        if config is None:
+            raise
+        elsewhere = "if it lies elsewhere now, pass it, and this adapter in the workload"
+        raise CheckpointNotFound(f"{error} {config} names this base; {elsewhere}.") from error
 
 
 def as_passed(workload: Workload) -> Workload:
