@@ -374,7 +374,8 @@ def _deepspeed_config(args: Any) -> dict[str, Any]:
 
 def _dtype_of_zero(args: Any, config: dict[str, Any]) -> str | None:
     for name, dtype in _PRECISIONS.items():
-        enabled = (config.get(name) or {}).get("enabled", False)
+        section = config.get(name, {"enabled": "auto"})  # which accelerate adds where there is none
+        enabled = section.get("enabled", False)
         if enabled is True or (enabled == "auto" and mixed_precision(args) == dtype):
             return dtype
     return None

@@ -133,6 +133,8 @@ def test_a_file_of_deepspeeds_and_what_is_not_forecast(tmp_path: Path) -> None:
     file.write_text(json.dumps({"zero_optimization": zero, "fp16": {"enabled": "auto"}}))
     job = Spread.from_training_args(under_deepspeed(tmp_path, str(file)), 2)
     assert job == Spread.zero(2, stage=2, offload_optimizer=True, reduce_bucket_size=200_000_000, overlap_comm=True)
+    without = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 2}}, bf16=True)  # to which accelerate adds bf16
+    assert Spread.from_training_args(without, 2) == Spread.zero(2, stage=2, param_dtype="bfloat16")
     scattered = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 1, "contiguous_gradients": False}})
     with pytest.raises(ArgumentError, match=r"contiguous_gradients=False: only True was held"):
         Spread.from_training_args(scattered, 2)
