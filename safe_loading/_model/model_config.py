@@ -63,7 +63,7 @@ def lift_quantization(config: PreTrainedConfig) -> None:
     One that packs nothing is taken out.
     """
     if packs_nothing(vars(config).get("quantization_config")):
-        del config.quantization_config
+        vars(config).pop("quantization_config")
     try:
         text = config.get_text_config(decoder=True)
     except ValueError:  # several of them
