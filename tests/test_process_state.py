@@ -100,7 +100,7 @@ PATCHED = {
     "_memory/trace/cuda_paths.py": "functions that are composed of these switch function modes off",
     "_memory/trace/flat_sharded_step.py": "FSDP1 resizes storages and compares addresses outside the dispatcher",
     "_memory/trace/fused_lm_head.py": "trl's kernels of its head are functions of a module",
-    "_memory/trace/function_mode.py": "FakeTensor.tolist calls item() for each element",
+    "_memory/trace/function_mode.py": "FakeTensor.tolist calls item() for each; backward() switches function modes off",
     "_memory/trace/inputs.py": "transformers asks for the type of the model's device",
     "_memory/trace/scan_kernels.py": "names of kernels that transformers has imported",
     "_memory/trace/sharded_step.py": "FSDP2 resizes storages outside the dispatcher",

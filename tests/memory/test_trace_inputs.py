@@ -238,6 +238,42 @@ def test_a_forward_that_moves_tensors_itself(how: str) -> None:
     assert 0 in made
 
 
+class Recomputed(Moving):
+    """Runs as a layer that a checkpoint computes again in the backward pass."""
+
+    def __init__(self, how: str, *, reentrant: bool) -> None:
+        super().__init__(how)
+        self.first = torch.nn.Linear(8, 8)
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x * super(Recomputed, self).forward(input_ids))
+
+        x = self.first(torch.ones(input_ids.shape[0], 8, device=input_ids.device))
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", MOVES)
+def test_a_layer_that_moves_tensors_itself_and_is_computed_again(how: str, reentrant: bool) -> None:
+    trace = trace_step(Recomputed(how, reentrant=reentrant), Workload.train(2, 8, optimizer="none"))
+    assert trace.problems == ()
+
+
+def test_an_activated_lora_with_checkpointing() -> None:
+    """peft tells each layer where its adapter begins, as a list of numbers, when it is computed again too."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, vocab_size=101))
+    plain, freed = (
+        trace_step(model, Workload.train(2, 16, adapter=lora, gradient_checkpointing=checkpointing))
+        for checkpointing in (False, True)
+    )
+    assert not freed.problems
+    assert freed.devices[0].peak_bytes < plain.devices[0].peak_bytes
+
+
 def test_a_classifier_of_several_rows_has_a_padding_token_as_everybody_sets_it(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**LLAMA, vocab_size=101)
     config.save_pretrained(tmp_path)

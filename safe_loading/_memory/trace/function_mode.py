@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from safe_loading._core.thread_patches import patched
+from safe_loading._core.thread_patches import patched, seen_here
 
 from .ledger import device_key
 
@@ -100,4 +100,16 @@ class TraceFunctionMode(TorchFunctionMode):
                 return content.tolist()
 
         with patched(FakeTensor, "tolist", tolist):
+            yield
+
+    @contextlib.contextmanager
+    def in_backward_passes(self) -> Iterator[None]:
+        """Inside, the mode holds in backward passes too, where layers are computed again: torch leaves it out there."""
+        engine: Callable[..., object] = seen_here(torch.autograd, "_engine_run_backward")
+
+        def run(*args: object, **kwargs: object) -> object:
+            with self:
+                return engine(*args, **kwargs)
+
+        with patched(torch.autograd, "_engine_run_backward", run):
             yield

@@ -199,6 +199,7 @@ def _run(
         attention_stand_ins(model),
         functions,
         functions.whole_lists(),
+        functions.in_backward_passes(),
         maker.mode,
     ):
         reference = job.reference_to_shard(model, workload)
