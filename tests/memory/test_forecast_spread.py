@@ -14,7 +14,7 @@ import pytest
 import torch
 from allocator_truth import above_start
 from models import SIZES
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from rank_server import RankServer
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -294,6 +294,14 @@ def test_an_adapter_is_sharded_too_and_the_model_is_left_as_it_was() -> None:
     assert first.components["adapters"] < predict_memory(model, steps).components["adapters"]
     assert [type(module) for module in model.modules()] == classes
     assert not torch.distributed.is_initialized()
+
+
+def test_layers_that_an_adapter_replicates_share_their_weights_on_a_rank_too() -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", layer_replication=[[0, 2], [0, 2]])
+    options: dict[str, Any] = {"spread": Spread.fsdp2(ranks=2), "context_bytes": 0}
+    by_config = predict_memory(on_meta(), Workload.train(2, 48, adapter=lora), **options)
+    attached = predict_memory(get_peft_model(on_meta(), lora), Workload.train(2, 48), **options)
+    assert by_config.components == attached.components
 
 
 def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from models import SIZES
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
@@ -287,3 +288,18 @@ def test_an_adapters_folder_is_planned_as_its_base_with_it(tmp_path: Path, besid
         assert (of_folder, of_folder.devices) == (of_both, of_both.devices)
     whole = load_peft_on_rank(adapter, device_map=dict.fromkeys(plan_device_map(adapter, limits), "cpu"))
     assert sum(stored(whole).values()) == sum(stored(loaded).values())
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_an_adapter_s_own_model_computes_with_every_layer_stays_on_one_device(attached: bool) -> None:
+    """AdaLoRA's penalty adds numbers of all layers, in the model that peft puts around the base."""
+    sizes: dict[str, Any] = SIZES
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(LlamaConfig(**sizes))
+    model = get_peft_model(model, config) if attached else model
+    workload = Workload.train(1, 8, adapter=None if attached else config)
+    plan = plan_device_map(model, {0: "1GB", 1: "1GB"}, workload=workload)
+    assert plan.verified
+    assert plan.ok
+    assert plan == {"": 0}

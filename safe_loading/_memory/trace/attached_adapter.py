@@ -96,7 +96,9 @@ def attach_without_values(
         mamba_outputs_adapted(config),
         limit,
     ):
-        wrapped: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+        # which would give each layer that is replicated weights of its own
+        fast = on_meta and not getattr(config, "layer_replication", None)
+        wrapped: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=fast)
         if left_on_host is not None:
             left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")
     for name in wrapped.peft_config:

@@ -114,8 +114,11 @@ class StepTrace:
     around: str = ""  # what a workload's adapter puts before the names of the model's modules, such as "base_model."
 
     def own_name(self, name: str) -> str:
-        """Return a name of the traced model as the model has it without the workload's adapter around it."""
-        return "" if f"{name}." == self.around else name.removeprefix(self.around)
+        """Return a name of the traced model as the model has it without the workload's adapter around it.
+
+        What the adapter puts around the model is the whole model.
+        """
+        return "" if self.around.startswith(f"{name}.") else name.removeprefix(self.around)
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""
