@@ -54,6 +54,7 @@ LORA: dict[str, dict[str, Any]] = {
     "offloaded": {"use_dora": True, "runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)},
     "qalora": {"use_qalora": True},
     "velora": {"velora_config": peft.VeloraConfig()},
+    "velora at random": {"velora_config": peft.VeloraConfig(init_type="random")},
 }
 CLASSES = {cls.__name__.removesuffix("Config"): cls for cls in PEFT_TYPE_TO_CONFIG_MAPPING.values()}
 OF_DEFAULT = random.Random(3).sample(sorted(set(CLASSES) - set(REFUSED)), 3)
@@ -145,7 +146,7 @@ def test_the_peak_of_every_method_is_that_of_the_allocator(name: str) -> None:
     assert _traced(name, config, train=False) == pytest.approx(_measured(name, config, train=False), rel=rel)
 
 
-@pytest.mark.parametrize("name", ["kasa", "mica"])
+@pytest.mark.parametrize("name", ["kasa", "mica", "velora at random"])
 def test_the_peak_of_a_variant_of_lora_is_that_of_the_allocator(name: str) -> None:
     """KaSA's SVDs of the base are computed when peft makes the adapter, and are in no step."""
     config = peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **LORA[name])
@@ -326,8 +327,11 @@ def test_what_peft_says_of_a_config_is_mended_as_advised() -> None:
 
 def test_a_method_that_draws_for_itself_is_refused_by_name() -> None:
     config = peft.LoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", monteclora_config=peft.MontecloraConfig())
+    step = Workload.train(ROWS, COLUMNS)
     with pytest.raises(TraceError, match=r"MonteCLoRA draws samples.*adapter=LoraConfig"):
-        predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
+        predict_memory(llama("meta"), step.replace(adapter=config))
+    with pytest.raises(TraceError, match=r"MonteCLoRA draws samples.*adapter=LoraConfig"):
+        predict_memory(peft.get_peft_model(llama("cpu"), config), step)
 
 
 def test_a_step_that_trains_nothing_is_refused() -> None:

@@ -53,6 +53,9 @@ def with_adapter(
     """
     adapter = workload.adapter
     if adapter is None:
+        attached = getattr(model, "active_peft_config", None)
+        if attached is not None:
+            refuse_untraced_methods(attached)
         yield model
         return
     config, fitted = _config_on(model, adapter)
@@ -133,6 +136,10 @@ def _as_attached(config: PeftConfig) -> PeftConfig:
     config = copy.copy(config)
     if config.init_lora_weights in _FROM_DATA:
         config.init_lora_weights = True
+    velora = getattr(config, "velora_config", None)
+    if velora is not None and velora.init_type == "random":  # which looks at its values; the first batch makes as many
+        config.velora_config = copy.copy(velora)
+        config.velora_config.init_type = "batch_average_once"
     if config.runtime_config.ephemeral_gpu_offload:  # which moves weights to the GPU while DoRA begins, and back
         config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=False)
     if lora_layers():
