@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import dispatch_model
 from models import SIZES
 from peft import (
     AdaLoraConfig,
@@ -303,3 +304,34 @@ def test_what_an_adapter_s_own_model_computes_with_every_layer_stays_on_one_devi
     assert plan.verified
     assert plan.ok
     assert plan == {"": 0}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_layer_that_is_given_to_another_module_is_where_it_was(attached: bool) -> None:
+    """DoRA's magnitudes get their base layer, which accelerate's hooks move as they move tensors."""
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(LlamaConfig(**sizes))
+    model = get_peft_model(model, DORA) if attached else model
+    options: dict[str, Any] = {} if attached else {"adapter": DORA}
+    for checkpointing in (False, True):
+        workload = Workload.train(2, 16, gradient_checkpointing=checkpointing, **options)
+        plan = plan_device_map(model, {0: "1GB", 1: "1GB"}, workload=workload)
+        assert plan.verified
+        assert all(use.activations for use in plan.devices)
+
+
+def test_a_layer_that_is_offloaded_and_given_to_another_module_is_no_plan(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 6}
+    model: Any = get_peft_model(transformers.LlamaForCausalLM(LlamaConfig(**sizes)), DORA)
+    workload = Workload.generate(2, 16)
+    whole = plan_device_map(model, {0: "1GB"}, workload=workload).devices[0].used
+    plan = plan_device_map(model, {0: whole * 3 // 4, "cpu": "1GB"}, workload=workload, offload="cpu")
+    assert "cpu" in plan.values()
+    assert not plan.ok
+    assert "lora_magnitude_vector" in plan.reason
+    assert "is offloaded" in plan.reason
+    on_disk = dict.fromkeys(plan, "cpu") | {path: "disk" for path, device in plan.items() if device == "cpu"}
+    dispatched = dispatch_model(model, on_disk, main_device="cpu", offload_dir=str(tmp_path))
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        dispatched(torch.ones(1, 4, dtype=torch.long))

@@ -88,6 +88,9 @@ def install_hooks(
 ) -> None:
     """Register the hooks on every module that may be called; the caller's snapshot of the model removes them."""
     skip_keys: object = getattr(model, "_skip_keys_device_placement", None)
+    offloaded = {
+        module: name for name, module in model.named_modules() if has_tensors(module) and placement.is_offloaded(name)
+    }
     for name, module in model.named_modules():
         if module not in never_called:
             _note_calls(name, module, ledger)
@@ -95,11 +98,11 @@ def install_hooks(
             continue
         if name and (placement.is_entry(name) or (placement.entry(name) is not None and has_tensors(module))):
             device = fake_device(placement.runs_on(name))
-            _send_inputs(module, device, skip_keys, in_hook)
+            _send_inputs(module, device, skip_keys, in_hook, offloaded)
             if placement.is_offloaded(name):
                 _load_for_forward(name, module, device, ledger, in_hook, with_buffers=placement.offload_buffers)
         elif not name:  # io_same_device=True, which dispatch_model sets for the model as a whole
-            _send_inputs(module, fake_device(placement.main), skip_keys, in_hook, outputs_back=True)
+            _send_inputs(module, fake_device(placement.main), skip_keys, in_hook, offloaded, outputs_back=True)
 
 
 def _note_calls(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
@@ -115,7 +118,13 @@ def has_tensors(module: torch.nn.Module) -> bool:
 
 
 def _send_inputs(
-    module: torch.nn.Module, device: torch.device, skip_keys: object, in_hook: InHook, *, outputs_back: bool = False
+    module: torch.nn.Module,
+    device: torch.device,
+    skip_keys: object,
+    in_hook: InHook,
+    offloaded: Mapping[torch.nn.Module, str],
+    *,
+    outputs_back: bool = False,
 ) -> None:
     """Send a module's inputs to a device, and its outputs back to where the inputs came from if asked to."""
     from accelerate.utils import find_device, send_to_device
@@ -125,8 +134,14 @@ def _send_inputs(
     def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         if outputs_back:
             came_from[:] = [find_device([args, kwargs])]
+        # as DoRA's magnitudes get the layer around them
+        modules = {key: value for key, value in kwargs.items() if isinstance(value, torch.nn.Module)}
+        for key, given in modules.items():
+            _refuse_to_move(key, given, offloaded)
+        there = {key: given for key, given in modules.items() if _is_on(given, device)}
+        kwargs = {key: value for key, value in kwargs.items() if key not in there}
         with in_hook():
-            return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=skip_keys)
+            return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=skip_keys) | there
 
     def after(_: object, __: object, output: object) -> object:
         if not came_from or came_from[0] is None:
@@ -137,6 +152,20 @@ def _send_inputs(
     module.register_forward_pre_hook(before, with_kwargs=True)
     if outputs_back:
         module.register_forward_hook(after)
+
+
+def _refuse_to_move(key: str, given: torch.nn.Module, offloaded: Mapping[torch.nn.Module, str]) -> None:
+    """Raise for a module that is offloaded and is an input of another one: the hook calls its ``to``, which fails."""
+    if given in offloaded:
+        raise RuntimeError(
+            f"its {key} is offloaded ({offloaded[given]}), and its tensors are on meta unless it runs. The step itself "
+            f"raises this, too"
+        )
+
+
+def _is_on(module: torch.nn.Module, device: torch.device) -> bool:
+    """Whether all tensors of a module are on a device: to move it there does nothing, and cannot be done with fakes."""
+    return all(tensor.device == device for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _load_for_forward(
