@@ -30,6 +30,11 @@ _ROAD = (
 )
 
 
+def refused_adapters(model: nn.Module, version: int) -> list[str]:
+    """Return the adapters that a model whose parameters are shards does not run, each with a fix."""
+    return [*past_hooks(model), *(past_flat_units(model) if version == 1 else ())]
+
+
 def past_hooks(model: nn.Module) -> list[str]:
     """Return the modules that compute with shards because peft calls the base past FSDP's hooks, each with a fix.
 
@@ -70,7 +75,7 @@ def past_flat_units(model: nn.Module) -> list[str]:
         if (reason := _reason_against_flat_units(layer)) is not None:
             found.setdefault(reason, []).append(canonical(name))
     return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}. Use version=2."
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}. Use version=2 (Spread.fsdp2)."
         for reason, names in found.items()
     ]
 

@@ -27,7 +27,7 @@ from safe_loading._ranks.same_on_ranks import FolderSeen, folder_seen
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2
-from .adapter_methods import past_flat_units, past_hooks, tied_factors
+from .adapter_methods import refused_adapters, tied_factors
 from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .mesh import WrapPlace, is_tensor_parallel
@@ -228,8 +228,7 @@ def assign_roles(
         left_alone=tuple(parameter for parameter in every if id(parameter.tensor) not in taken),
     )
     problems = [
-        *past_hooks(model),
-        *(past_flat_units(model) if version == 1 else ()),
+        *refused_adapters(model, version),
         *gradient_problems(roles.parameters),
         *_in_eight_bits(roles.sharded),
         *_split_by_zero3(model),

@@ -232,6 +232,26 @@ def test_adalora_of_a_task_cannot_run_on_shards_and_the_roads_can(spread: Spread
     assert predict_memory(llama("meta"), workload, spread=Spread.ddp(2))
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"target_modules": TARGETS, "use_dora": True}, "reads the weights of DoRA past their forward"),
+        ({"target_parameters": ["q_proj.weight"], "target_modules": []}, "target_parameters replaces a parameter"),
+    ],
+    ids=["dora", "parameters"],
+)
+def test_what_flat_shards_cannot_run_is_refused_in_a_forecast_as_in_a_wrap(
+    options: dict[str, Any], reason: str
+) -> None:
+    workload = Workload.train(ROWS, COLUMNS, adapter=peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    model = llama("meta", torch.bfloat16)
+    with pytest.raises(ArgumentError, match=rf"{reason}(.|\n)*version=2 \(Spread\.fsdp2\)\."):
+        predict_memory(model, workload, spread=Spread.fsdp1(2))
+    with pytest.raises(ArgumentError, match=reason):
+        assign_roles(peft.get_peft_model(llama("cpu", torch.bfloat16), workload.adapter), (), 1, None)
+    assert predict_memory(model, workload, spread=Spread.fsdp2(2))
+
+
 def test_what_peft_leaves_on_the_host_is_not_on_the_card() -> None:
     """BOFT's permutations, which it copies to the card in each forward pass, unless the model is moved afterwards."""
     config = peft.BOFTConfig(target_modules=TARGETS, task_type="CAUSAL_LM", boft_block_size=4)

@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
     ),
     "DoRA over a base of another dtype under FSDP1": Case(
         lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True), version=1),
-        r"weights of DoRA past their forward, .* units of their own\. Use version=2\.",
+        r"weights of DoRA past their forward, .* units of their own\. Use version=2 \(Spread\.fsdp2\)\.",
         (
             lambda f: wrap_fsdp_meta_safe(adapted(f, use_dora=True)),
             lambda f: wrap_fsdp_meta_safe(adapted(f), version=1),
@@ -117,7 +117,7 @@ CASES: dict[str, Case] = {
     ),
     "LoRA of parameters under FSDP1": Case(
         lambda f: wrap_fsdp_meta_safe(adapted(f, target_modules=[], target_parameters=["q_proj.weight"]), version=1),
-        r"target_parameters replaces a parameter .*\. Use version=2\.",
+        r"target_parameters replaces a parameter .*\. Use version=2 \(Spread\.fsdp2\)\.",
         (lambda f: wrap_fsdp_meta_safe(adapted(f, target_modules=[], target_parameters=["q_proj.weight"])),),
     ),
     "freed or not": Case(

@@ -14,7 +14,7 @@ from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._sharding.adapter_methods import past_hooks
+from safe_loading._sharding.adapter_methods import refused_adapters, tied_factors
 from safe_loading.errors import ArgumentError
 
 from .attached_adapter import with_adapter
@@ -111,8 +111,10 @@ def ranks_alike(
         stack.enter_context(fake_ranks(spread))
         stack.enter_context(undone(Snapshot(model).restore))
         running = stack.enter_context(with_adapter(model, workload, prepare_for_kbit=prepare_for_kbit))
-        if spread.kind in ("fsdp1", "fsdp2") and (problems := past_hooks(running)):
-            raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
+        if spread.kind in ("fsdp1", "fsdp2"):
+            problems = [*tied_factors(running), *refused_adapters(running, 1 if spread.kind == "fsdp1" else 2)]
+            if problems:
+                raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
         held: dict[int, tuple[int, ...]]
         trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
         if spread.kind == "ddp":
