@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
-from safe_loading import ArgumentError, Spread, Workload, largest_micro_batch, predict_memory
+from safe_loading import ArgumentError, Spread, TraceError, Workload, largest_micro_batch, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._core.engines import is_older
 from safe_loading._memory.trace.over_ranks import RankOfJob
@@ -302,6 +302,18 @@ def test_layers_that_an_adapter_replicates_share_their_weights_on_a_rank_too() -
     by_config = predict_memory(on_meta(), Workload.train(2, 48, adapter=lora), **options)
     attached = predict_memory(get_peft_model(on_meta(), lora), Workload.train(2, 48), **options)
     assert by_config.components == attached.components
+
+
+def test_what_stops_a_rank_of_a_packed_base_is_said_in_its_own_words() -> None:
+    packed: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    options: dict[str, Any] = {"quantization_config": packed}
+    with pytest.raises(ArgumentError, match=r"^FSDP1 cannot shard"):
+        predict_memory(config, Workload.train(2, 48, adapter=lora), spread=Spread.fsdp1(2), **options)
+    with pytest.raises(TraceError, match=r"^Nothing is trained"):
+        predict_memory(config, Workload.train(2, 48), spread=Spread.ddp(2), **options)
+    assert predict_memory(config, Workload.train(2, 48, adapter=lora), spread=Spread.ddp(2), **options)
 
 
 def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import zero_jobs
 from models import SIZES as NARROW
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 from zero_jobs import LORA, hold, on_meta
 
@@ -144,6 +145,13 @@ def test_reentrant_checkpoints_are_refused_and_others_are_not() -> None:
         predict_memory(model, step, spread=spread)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert predict_memory(model, step, spread=spread).ranks
+
+
+def test_a_linear_product_takes_the_names_of_its_arguments() -> None:
+    """As peft calls it for a tied head of trainable tokens."""
+    config = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM")
+    model = on_meta(sizes={**SIZES, "tie_word_embeddings": True})
+    assert predict_memory(model, Workload.train(1, 8, adapter=config), spread=Spread.zero(2, stage=3)).ranks
 
 
 class Returning(torch.nn.Module):

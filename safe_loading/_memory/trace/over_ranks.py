@@ -15,13 +15,14 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._sharding.adapter_methods import refused_adapters, tied_factors
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, TraceError
 
 from .attached_adapter import with_adapter
 from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
 from .ledger import Ledger
 from .reference_pass import is_adapted
 from .replicated_step import ReplicatedParameters, replicated, shares
+from .run_training import NOTHING_TRAINED
 from .sharded_step import ShardedParameters, accelerates_own, alike, fake_ranks, sharded, trains_in_float32
 from .trace_step import ONE_AT_A_TIME
 from .trained_parameters import OneCard, RunningModel, TrainedParameters, cast_parameters
@@ -118,6 +119,8 @@ def ranks_alike(
         held: dict[int, tuple[int, ...]]
         trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
         if spread.kind == "ddp":
+            if not trained:
+                raise TraceError(NOTHING_TRAINED)
             held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(shares(trained, spread))}
         elif spread.kind == "zero":
             if spread.param_dtype is None:

@@ -159,6 +159,8 @@ def _traced(
         except Exception as error:
             if skipped.reached:
                 raise NotAlikeError("a layer may miss what another one makes") from error
+            if job.over_ranks and isinstance(error, ArgumentError):
+                raise  # of what spreads the model, which says it in words of its own
             raise trace_error(running, workload, error, inputs) from error
     assumptions = (*values.assumptions, *ledger.left_out, *(dispatched if placement is None else ()))
     allocations, events, calls = whole_step(ledger, skipped, assumptions)

@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
         return of_input, of_weight, of_bias
 
 
-def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Stand in for ``torch.nn.functional.linear``."""
-    made: torch.Tensor = _Linear.apply(given, weight, bias)  # type: ignore[no-untyped-call]  # of torch
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002  # torch has this name
+    """Stand in for ``torch.nn.functional.linear``, with the names of its arguments."""
+    made: torch.Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]  # of torch
     return made
