@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import LoraConfig, LoraRuntimeConfig, PeftConfig, PeftModel, get_peft_model
@@ -136,7 +137,7 @@ def _as_attached(config: PeftConfig) -> PeftConfig:
     config = copy.copy(config)
     if config.init_lora_weights in _FROM_DATA:
         config.init_lora_weights = True
-    velora = getattr(config, "velora_config", None)
+    velora: Any = getattr(config, "velora_config", None)
     if velora is not None and velora.init_type == "random":  # which looks at its values; the first batch makes as many
         config.velora_config = copy.copy(velora)
         config.velora_config.init_type = "batch_average_once"
