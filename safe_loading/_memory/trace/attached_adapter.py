@@ -140,7 +140,7 @@ def _as_attached(config: PeftConfig) -> PeftConfig:
     velora: Any = getattr(config, "velora_config", None)
     if velora is not None and velora.init_type == "random":  # which looks at its values; the first batch makes as many
         config.velora_config = copy.copy(velora)
-        config.velora_config.init_type = "batch_average_once"
+        vars(config.velora_config)["init_type"] = "batch_average_once"
     if config.runtime_config.ephemeral_gpu_offload:  # which moves weights to the GPU while DoRA begins, and back
         config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=False)
     if lora_layers():
