@@ -129,8 +129,8 @@ OF_AN_ADAPTER: dict[str, Verb] = {
     "audit_model": lambda f, x: s.audit_model(f.base, TRAIN.replace(adapter=x)),
 }
 OF_A_MERGE: dict[str, Verb] = {"verify_merge, merged": lambda f, x: s.verify_merge(f.base, f.adapter, x)}
-TAKES_ADAPTERS = {"check_checkpoint", "predict_memory", "largest_micro_batch", "fewest_ranks", "audit_model"}
 SEARCHES = {"largest_micro_batch", "fewest_ranks", "fewest_cards", "largest_workload", "smallest_limits"}
+TAKES_ADAPTERS = {"check_checkpoint", "predict_memory", "plan_device_map", "audit_model", *SEARCHES}
 
 
 def commands(f: Folders, base: object, adapter: object) -> dict[str, list[object]]:

@@ -217,7 +217,11 @@ def test_a_folder_in_another_format_than_its_base_is_refused(tmp_path: Path) -> 
     for method, dtype in (("bitsandbytes", torch.uint8), ("fp8", torch.float8_e4m3fn)):
         folder = rewritten(tmp_path / "merged", tmp_path / method, {**tensors, Q: tensors[Q].to(dtype)})
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+        settings = {"quant_method": method, "load_in_4bit": method == "bitsandbytes"}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
         with pytest.raises(MergeError, match="Pass the folder that it was made from, before it is quantized"):
             verify_merge(base, adapter, folder)
+    plain = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}  # of neither 4 nor 8 bits
+    (tmp_path / "bitsandbytes" / "config.json").write_text(json.dumps(plain))
+    assert not verify_merge(base, adapter, tmp_path / "bitsandbytes").ok  # whose codes are values, for transformers
     assert verify_merge(base, adapter, tmp_path / "merged").ok  # the folder that they were made from
