@@ -11,16 +11,19 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from _common import CANNOT_RUN, headline, options, write_json
+from _common import ENVIRONMENT as COMMON
 
 CARDS = ("T4", "A100", "H100")
 # Operations on so few bytes are computed: masks and lengths, which decide what runs. Larger copies are left out, so
 # that a model of any size takes no memory of the host.
 ENVIRONMENT = {"SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M", "TRANSFORMERS_VERBOSITY": "error"}
+ZERO_DEVICES = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "all", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
 
 
 def simulated() -> bool:
@@ -30,6 +33,23 @@ def simulated() -> bool:
     if not torch.cuda.is_available():
         return False
     return hasattr(ctypes.CDLL("libcudart.so.13"), "sim_used")
+
+
+def on_zero_ranks(script: Path, ranks: int, cases: Sequence[str]) -> list[Any]:
+    """Return what each rank of a script of DeepSpeed's wrote into the folder that it is given, under its number.
+
+    The ranks have simulated H100s of their own, on which every value is computed.
+    """
+    machine = uuid.uuid4().hex
+    environment = {**os.environ, **COMMON, **ZERO_DEVICES, "SIMCUDA_DEVICES": str(ranks), "SIMCUDA_MACHINE": machine}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subprocess.run([*launcher, str(script), folder, *cases], env=environment, check=True, stdout=sys.stderr)
+            return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+        finally:
+            for file in Path("/dev/shm").glob(f"simcuda-*{machine}*"):
+                file.unlink(missing_ok=True)
 
 
 def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

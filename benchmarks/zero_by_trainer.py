@@ -12,19 +12,15 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
-from _common import CANNOT_RUN, ENVIRONMENT, headline, options, table, write_json
-from _simulated_cards import simulated
+from _common import CANNOT_RUN, headline, options, table, write_json
+from _simulated_cards import on_zero_ranks, simulated
 from _zero_cases import LORA, SIZES
 
 RANKS, ROWS, TOKENS = 2, 2, 64
-DEVICES = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "all", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
 FILLED_IN = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
 SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 BY_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -68,20 +64,11 @@ def main() -> int:
 
 def _on_ranks(name: str) -> tuple[list[int], list[int]]:
     """Return the most bytes that each rank asked for in a case, and the forecast of each."""
-    machine = uuid.uuid4().hex
-    environment = {**os.environ, **ENVIRONMENT, **DEVICES, "SIMCUDA_DEVICES": str(RANKS), "SIMCUDA_MACHINE": machine}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run([*launcher, __file__, name, folder], env=environment, check=True, stdout=subprocess.DEVNULL)
-            found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(RANKS)]
-        finally:
-            for file in Path("/dev/shm").glob(f"simcuda-*{machine}*"):
-                file.unlink(missing_ok=True)
+    found = on_zero_ranks(Path(__file__), RANKS, [name])
     return [rank["asked"] for rank in found], found[0]["forecast"]
 
 
-def rank_of(name: str, folder: str) -> None:
+def rank_of(folder: str, name: str) -> None:
     """Train on this rank, and write what it asked for; a group has ended by then, so that the forecast can be made."""
     import torch
     import torch.distributed as dist

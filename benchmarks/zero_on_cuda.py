@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import uuid
 from collections import defaultdict
 from pathlib import Path
 
-from _common import CANNOT_RUN, ENVIRONMENT, headline, options, table, write_json
-from _simulated_cards import simulated
+from _common import CANNOT_RUN, headline, options, table, write_json
+from _simulated_cards import on_zero_ranks, simulated
 
 HERE = Path(__file__).resolve().parent
-DEVICES = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "all", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
 
 
 def main() -> int:
@@ -58,16 +52,7 @@ def main() -> int:
 
 def _peaks(names: list[str], ranks: int) -> dict[str, list[list[int]]]:
     """Run cases on ranks of their own, and return what each rank had allocated and asked for."""
-    machine = uuid.uuid4().hex
-    environment = {**os.environ, **ENVIRONMENT, **DEVICES, "SIMCUDA_DEVICES": str(ranks), "SIMCUDA_MACHINE": machine}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run([*launcher, str(HERE / "_zero_rank.py"), folder, *names], env=environment, check=True)
-            found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
-        finally:
-            for file in Path("/dev/shm").glob(f"simcuda-*{machine}*"):
-                file.unlink(missing_ok=True)
+    found = on_zero_ranks(HERE / "_zero_rank.py", ranks, names)
     return {name: [of_rank[name] for of_rank in found] for name in names}
 
 

@@ -12,6 +12,8 @@ DDP_PREFIX = "module."
 WRAPPER_PREFIXES = (DDP_PREFIX, "_orig_mod.", "_fsdp_wrapped_module.")
 # What a PeftModel puts before the names of its base: PeftModel.base_model is the tuner, whose model is the base.
 PEFT_PREFIX = "base_model.model."
+# What peft takes for saved modules of every adapter for classification: a base has one of the two.
+CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 _MOST_NAMES = 3  # that are told
 
 

@@ -74,11 +74,8 @@ def rename_keys(
     if not changed:
         return RenamedTensors(renamed, changed, [], old)
     kinds = ["mapped by patterns"] if patterns else []
-    kinds += (
-        ["placed by the names that transformers, MLX or vLLM have had for the modules"]
-        if old is not None and old.of
-        else []
-    )
+    if old is not None and old.of:
+        kinds.append("placed by the names that transformers, MLX or vLLM have had for the modules")
     message = f"{', or '.join([*kinds, 'saved through a wrapper'])}: {summarize(changed)}"
     fix = "none needed here; peft's own load would ignore these keys"
     return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)], old)

@@ -14,6 +14,7 @@ from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.log import quiet
+from safe_loading._core.names import CLASSIFIER_HEADS
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout
@@ -139,4 +140,4 @@ def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:
     saved = {name for adapter in adapters for name in (getattr(adapter.config, "modules_to_save", None) or ())}
     # peft's classes for classification add these two to modules_to_save themselves, so a config need not name them
     # (PeftModelForSequenceClassification.__init__).
-    return saved | ({"score", "classifier"} if any(a.config.task_type in _HEADS for a in adapters) else set())
+    return saved | (CLASSIFIER_HEADS if any(a.config.task_type in _HEADS for a in adapters) else set())

@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel
 
 from safe_loading._checkpoint.faults import fault, note
-from safe_loading._core.names import PEFT_PREFIX, ancestors, nearest, without_peft_prefix
+from safe_loading._core.names import CLASSIFIER_HEADS, PEFT_PREFIX, ancestors, nearest, without_peft_prefix
 from safe_loading._core.report import Finding, one_for_all_layers
 from safe_loading._model.peft_layers import base_of, without_peft_levels
 
@@ -40,7 +40,7 @@ class Match:
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 # The heads that peft takes for saved modules of every adapter for a task.
 _HEADS_OF_TASKS = {
-    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), frozenset({"classifier", "score"})),
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), CLASSIFIER_HEADS),
     "QUESTION_ANS": frozenset({"qa_outputs"}),
 }
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
