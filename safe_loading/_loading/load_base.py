@@ -23,6 +23,7 @@ from safe_loading._model.embeddings_and_head import tied_ends_of
 from safe_loading._model.formats.format import Format, QuantizationRequest
 from safe_loading._model.formats.registry import decoded_rightly, format_named
 from safe_loading._model.layout.ties import untied_finding
+from safe_loading._model.model_config import failed_code
 from safe_loading._model.quantized.request import packs_on_device, read_request
 from safe_loading._model.zero3 import splits_new_models
 from safe_loading._ranks.rank_devices import RankDevices
@@ -94,6 +95,8 @@ def load_base(
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
     except ImportError as error:  # a package that its attention, quantizer or own code needs
+        if of_code := failed_code(error, opened.config or {}):
+            raise EngineError(f"transformers cannot load the base {folder}: {of_code}") from error
         raise EngineError(
             f"transformers cannot load the base {folder} with the packages that are installed: "
             f"{str(error).rstrip('. ')}. Ask for what needs none of them, such as "
@@ -159,7 +162,8 @@ def _failed(opened: ModelFolder, base_kwargs: EngineKwargs, error: Exception) ->
     request = None if known is None else read_request(quantization_of(opened.config or {}), asked)
     decoded = "" if known is None else known.dequantized_by
     advice = f". Load it decoded: {_asked_decoded(decoded)}" if decoded and not _is_decoded(request) else ""
-    return CheckpointError(f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}{advice}")
+    problem = failed_code(error, opened.config or {}) or f"{type(error).__name__}: {error}{advice}"
+    return CheckpointError(f"{folder}: transformers cannot load the base: {problem}")
 
 
 def _format_of(opened: ModelFolder) -> Format | None:

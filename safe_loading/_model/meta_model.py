@@ -289,18 +289,28 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
     """
     names = config.architectures or []
     own = _of_transformers(config)
-    remote: Mapping[str, object] = getattr(config, "auto_map", None) or {}
-    of_code: ModelClass | None = None
-    for auto_class, reference in remote.items():
-        known = auto_class.startswith("AutoModel") and hasattr(transformers, auto_class)
-        if known and isinstance(reference, str) and reference.rpartition(".")[2] in names:
-            of_code = getattr(transformers, auto_class)
-            break
+    remote = _auto_classes_of_code(config)
+    of_code = next((each for each, class_name in remote if class_name in names), None)
     if trust_remote_code:
-        return of_code or own
+        # ChatGLM's architectures name its decoder, and its auto_map the model around it; the auto classes go by that.
+        instead = (each for each, _ in remote if own is None or own in (each, *classes_of(each, config)))
+        return of_code or next(instead, own)
     # Untrusted code does not run, and the auto class that it was written for may not know the class of transformers
     # that took its place, or know it without its head.
     return own or _of_the_same_head(config, names) or of_code
+
+
+def _auto_classes_of_code(config: PreTrainedConfig) -> list[tuple[ModelClass, str]]:
+    """Return the auto classes for which a config's ``auto_map`` names code, the fullest first, and what they build."""
+    remote: Mapping[str, object] = config.__dict__.get("auto_map") or {}
+    first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
+    known = [name for name in remote if name.startswith("AutoModel") and hasattr(transformers, name)]
+    ordered = dict.fromkeys(name for name in (*first, *_AUTO_CLASSES, *known) if name in known)
+    return [
+        (getattr(transformers, name), reference.rpartition(".")[2])
+        for name in ordered
+        if isinstance(reference := remote[name], str)
+    ]
 
 
 def _of_transformers(config: PreTrainedConfig) -> ModelClass | None:

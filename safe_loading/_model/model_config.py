@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+import traceback
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Severity, errors_of
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
+_OF_CODE = ("transformers_modules.", "transformers.dynamic_module_utils")  # where the code runs, and what imports it
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -49,6 +51,8 @@ def read_config(
             ) from error
         if isinstance(error, ValueError) and (unknown := _unknown_type(document, str(error))):
             raise CheckpointError(f"{path}{unknown}") from error
+        if of_code := failed_code(error, document):
+            raise CheckpointError(f"{path}: {of_code}") from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
     ignored = ignored_sizes(folder, document, config)
     if ignored is not None and ignored.severity == "error":
@@ -134,10 +138,38 @@ def building(config: PreTrainedConfig, what: object, folder: Path | None) -> Ite
         on_disk = origin is not None and (origin / CONFIG).is_file()
         where = f"{origin}/{CONFIG}" if on_disk else f"this {type(config).__name__}"
         kind = CheckpointError if on_disk else ArgumentError
+        if of_code := failed_code(error, vars(config)):
+            raise kind(f"{where}: {of_code}") from error
         raise kind(
             f"{where}: {getattr(what, '__name__', what)} cannot be built on meta from it: {_one_line(error)}. "
             f"Correct the config, or pass the class that it is for (auto_class=)."
         ) from error
+
+
+def failed_code(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """Return the problem and the fix where a repository's own code has raised an error; None for other errors."""
+    fix = fix_for_code(error, config)
+    problem = f"the repository's own code fails with transformers {transformers.__version__}"
+    return fix and f"{problem}: {_one_line(error).rstrip('.')}. {fix}"
+
+
+def fix_for_code(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """Return the fix for an error that a repository's own code has raised; None for other errors.
+
+    Code that was written for transformers 4 seldom runs with transformers 5, which has most of these models itself.
+    ``config`` holds the ``model_type`` and the ``transformers_version`` of the config.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_code = any(str(frame.f_globals.get("__name__")).startswith(_OF_CODE) for frame in frames)
+    if not of_code or any(frame.f_code.co_name == "resolve_trust_remote_code" for frame in frames):
+        return None  # the last is the question whether it may run
+    kind, written = config.get("model_type"), config.get("transformers_version")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
+        return f"Leave trust_remote_code out: transformers has the model type {kind!r} itself."
+    if isinstance(error, OSError):
+        return "Copy the .py files of the repository into the folder."
+    wrote = f" ({written} wrote the config)" if isinstance(written, str) else ""
+    return f"Install what it imports, or the release of transformers that it was written for{wrote}."
 
 
 def _unknown_type(document: JsonObject, error: str) -> str | None:

@@ -190,6 +190,20 @@ def test_the_class_is_that_of_the_config_or_the_auto_class_of_its_code() -> None
     assert class_in_config(LlamaConfig(architectures=["Mine"]), trust_remote_code=True) is None
 
 
+def test_the_class_is_that_of_the_code_where_the_architectures_name_another() -> None:
+    """ChatGLM2: its architectures name the decoder, and its auto_map the model around it under three auto classes."""
+    around = "modeling_chatglm.ChatGLMForConditionalGeneration"
+    config = LlamaConfig(architectures=["ChatGLMModel"])
+    config.auto_map = dict.fromkeys(["AutoModel", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM"], around)
+    assert class_to_build(config, None, trust_remote_code=True) is AutoModelForCausalLM
+    config.architectures = None
+    assert class_to_build(config, None, trust_remote_code=True) is AutoModelForCausalLM
+    config.architectures = ["LlamaForCausalLM"]  # which that auto class would not build
+    assert class_to_build(config, None, trust_remote_code=True) is AutoModelForCausalLM
+    config.auto_map = {"AutoModelForTokenClassification": "code.Tagger", "AutoModel": 3}
+    assert class_to_build(config, None, trust_remote_code=True) is LlamaForCausalLM
+
+
 def test_without_trust_code_that_transformers_has_too_is_transformers_own(tmp_path: Path) -> None:
     folder = save_llama(tmp_path)
     document = json.loads((folder / "config.json").read_text())

@@ -30,9 +30,14 @@ from safe_loading import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFound,
+    SafeLoadingError,
+    TraceError,
+    Workload,
     check_checkpoint,
     load_peft_on_rank,
+    merge_lora_checkpoint,
     meta_model,
+    predict_memory,
 )
 from safe_loading._model import module_limit
 from safe_loading._model.formats.format import TargetCard
@@ -383,6 +388,59 @@ def test_code_that_is_read_and_trusted_runs(tmp_path: Path, tiny_llama: Path) ->
     with pytest.raises(ArgumentError, match=r"runs only with trust_remote_code=True\. Read it first"):
         meta_model(folder)
     assert type(meta_model(folder, trust_remote_code=True)) is LlamaForCausalLM
+
+
+MODEL = "from transformers import LlamaForCausalLM\n\nclass Mine(LlamaForCausalLM):\n"
+
+
+def test_code_of_a_repository_that_fails_is_left_out_where_transformers_has_the_model(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """Code of 2024 reads config.rope_scaling["type"], which transformers 5 does not write."""
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "folder"))
+    (folder / "x.py").write_text(
+        f"{MODEL}    def __init__(self, config):\n        super().__init__(config.to_dict()['no such'])\n"
+    )
+    config_of(folder, architectures=["Mine"], auto_map={"AutoModelForCausalLM": "x.Mine"})
+    calls: list[Callable[[bool], Any]] = [
+        lambda trust: meta_model(folder, trust_remote_code=trust),
+        lambda trust: load_peft_on_rank(folder, tiny_adapter, trust_remote_code=trust),
+        lambda trust: merge_lora_checkpoint(folder, tiny_adapter, tmp_path / "merged", trust_remote_code=trust),
+    ]
+    left_out = r"Leave trust_remote_code out: transformers has the model type 'llama' itself\."
+    for call in calls:
+        with pytest.raises(SafeLoadingError, match=rf"own code fails with .*: KeyError: 'no such'\. {left_out}"):
+            call(True)
+        call(False)
+    (folder / "x.py").write_text(f"{MODEL}    def forward(self, **inputs):\n        return inputs.no_such\n")
+    with pytest.raises(TraceError, match=rf"`return inputs\.no_such`.*\. {left_out}"):
+        predict_memory(folder, Workload.generate(1, 8), trust_remote_code=True)
+    predict_memory(folder, Workload.generate(1, 8))
+    (folder / "x.py").unlink()
+    with pytest.raises(CheckpointError, match=rf"own code fails with .*x\.py.*\. {left_out}"):
+        meta_model(folder, trust_remote_code=True)
+
+
+def test_code_of_a_repository_that_transformers_lacks_is_told_with_its_release(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "folder"))
+    own = "from transformers import LlamaConfig\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
+    (folder / "x.py").write_text(f"import no_such_package\n{own}")
+    code = {"AutoConfig": "x.Mine", "AutoModelForCausalLM": "x.Model"}
+    config_of(folder, model_type="mine", architectures=["Model"], auto_map=code, transformers_version="4.30.2")
+    with pytest.raises(
+        CheckpointError, match=r"Install what it imports, or the release .* \(4\.30\.2 wrote the config\)"
+    ):
+        meta_model(folder, trust_remote_code=True)
+    (folder / "x.py").write_text(own)
+    code["AutoModelForCausalLM"] = "y.Model"
+    config_of(folder, auto_map=code)
+    with pytest.raises(CheckpointError, match=r"y\.py.*\. Copy the \.py files of the repository into the folder\."):
+        meta_model(folder, trust_remote_code=True)
+    model = "from transformers import LlamaForCausalLM\nfrom .x import Mine\n\nclass Model(LlamaForCausalLM):\n"
+    (folder / "y.py").write_text(f"{model}    config_class = Mine\n")
+    assert type(meta_model(folder, trust_remote_code=True)).__name__ == "Model"
 
 
 def test_counts_that_are_corrected_make_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

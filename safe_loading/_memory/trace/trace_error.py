@@ -15,10 +15,11 @@ import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._core.names import method_name
 from safe_loading._core.workload import Workload
+from safe_loading._model.model_config import fix_for_code
 from safe_loading.errors import TraceError
 
 from .inputs import engine_model, forward_arguments
@@ -119,7 +120,8 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         taken = forward_arguments(model)
         names = [name for name in PICTURES_AND_SOUNDS if name in taken and name not in inputs]
     if not names:
-        return ""
+        config = getattr(model, "config", None)
+        return fix_for_code(error, vars(config)) or "" if isinstance(config, PreTrainedConfig) else ""
     example = ", ".join(f"{name!r}: torch.empty(..., device='meta')" for name in names)
     return f"A workload describes tokens only. Pass what else the model needs, as inputs={{{example}}}."
 

@@ -38,6 +38,7 @@ from safe_loading._model.embeddings_and_head import computes_by_tie_flag
 from safe_loading._model.layout.fit import missing_names, optional_names
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.ties import UntiedPair, held_apart, untie, untied_finding
+from safe_loading._model.model_config import failed_code
 from safe_loading._model.tensor_values import as_buffer
 from safe_loading._model.tensors import all_names
 from safe_loading._model.text_config import text_config
@@ -109,6 +110,8 @@ def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -
     try:
         model = base.on_meta(model_class)
     except Exception as error:  # the class of the model, or code of its repository
+        if of_code := failed_code(error, vars(base.model_config)):
+            raise MergeError(f"{base.folder / CONFIG}: {of_code}") from error
         raise MergeError(
             f"{base.folder / CONFIG}: transformers cannot build this model on meta, so the names of its tensors cannot "
             f"be told ({type(error).__name__}: {error}); it may need remote code (base_kwargs={{'trust_remote_code': "
