@@ -301,7 +301,7 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
 
 
 def _auto_classes_of_code(config: PreTrainedConfig) -> list[tuple[ModelClass, str]]:
-    """Return the auto classes for which a config's ``auto_map`` names code, the fullest first, and what they build."""
+    """Return the auto classes for which a config's ``auto_map`` names code, the fullest first, with its classes."""
     remote: Mapping[str, object] = config.__dict__.get("auto_map") or {}
     first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
     known = [name for name in remote if name.startswith("AutoModel") and hasattr(transformers, name)]

@@ -89,6 +89,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "Correct it, or delete it": _MADE,
         "Correct the config, or pass the class": _MADE,
         "Read it first": f"{_ADVISED}test_code_that_is_read_and_trusted_runs",
+        "Leave trust_remote_code out": f"{_ADVISED}"
+        "test_code_of_a_repository_that_fails_is_left_out_where_transformers_has_the_model",
+        "Copy the .py files of the repository": f"{_ADVISED}"
+        "test_code_of_a_repository_that_transformers_lacks_is_told_with_its_release",
+        "Install what it imports": OUTSIDE,
         "Set it to the architecture": _MADE,
         "Pass the folder that it was converted from": OUTSIDE,
         "Pass the folder of its target model": OUTSIDE,
