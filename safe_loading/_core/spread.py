@@ -79,6 +79,7 @@ class Spread:
         deepspeed: DeepSpeed's settings of ZeRO.
         wrapped_by: Who chooses the units of FSDP: ``"safe_loading"`` or ``"accelerate"``.
         backward_prefetch: When FSDP1 gathers the next unit in the backward pass; None as its wrapper does by default.
+        forward_prefetch: Whether FSDP1 gathers the next unit before one runs in the forward pass.
     """
 
     ranks: int
@@ -97,6 +98,7 @@ class Spread:
     deepspeed: Zero | None = None
     wrapped_by: Wrapper = "safe_loading"
     backward_prefetch: str | None = None
+    forward_prefetch: bool = False
 
     @staticmethod
     def fsdp2(
@@ -148,6 +150,7 @@ class Spread:
         sync_each_batch: bool = True,
         wrapped_by: Wrapper = "safe_loading",
         backward_prefetch: str | None = None,
+        forward_prefetch: bool = False,
     ) -> Spread:
         """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
 
@@ -171,6 +174,7 @@ class Spread:
                 ``backward_prefetch``, and peft makes each trained matrix of an adapter a unit.
             backward_prefetch: ``"backward_pre"``, ``"backward_post"`` or ``"no_prefetch"``, as in ``fsdp_config`` or in
                 accelerate's file. None for torch's default, the first, and under accelerate for its own, the last.
+            forward_prefetch: As in ``fsdp_config`` or in accelerate's file.
 
         Raises:
             ArgumentError: A number that is not a positive integer, an unknown dtype or wrapper, or what FSDP1 does not
@@ -179,7 +183,7 @@ class Spread:
         ranks = _number_of(ranks)
         _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         flags = {"reshard_after_forward": reshard_after_forward, "shard": shard, "cpu_offload": cpu_offload}
-        _flags(**flags, sync_each_batch=sync_each_batch)
+        _flags(**flags, sync_each_batch=sync_each_batch, forward_prefetch=forward_prefetch)
         if not shard and (replicas > 1 or not reshard_after_forward or ranks == 1):
             raise ArgumentError(
                 "shard=False is NO_SHARD, for two ranks or more: leave out replicas and reshard_after_forward."
@@ -201,6 +205,7 @@ class Spread:
             shard=shard,
             wrapped_by=_wrapper(wrapped_by),
             backward_prefetch=_prefetch(backward_prefetch),
+            forward_prefetch=forward_prefetch,
         )
 
     @staticmethod

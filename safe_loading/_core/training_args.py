@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +23,7 @@ _WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SPLITS = ("tp_size", "cp_size", "sp_size")  # of accelerate's ParallelismConfig: of layers, and of rows
+_TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")  # as accelerate reads them
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
     "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
@@ -154,7 +156,7 @@ def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
 def _problems(args: Any, classes: set[str], length: object) -> list[str]:
     """Return the problems of arguments that no workload can express, and of a length that none of them gives."""
     problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
-    problems += _problems_of_split(args)
+    problems += _problems_of_split(args) + _problems_of_launch(_Fsdp(args))
     if getattr(args, "mixed_precision", "no") == "fp8":
         problems.append(
             'mixed_precision="fp8", which ACCELERATE_MIXED_PRECISION sets: a step in bfloat16 takes no less, so set it '
@@ -183,10 +185,38 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
 
 def _problems_of_split(args: object) -> list[str]:
     """Return the problem of a job that splits layers or rows over ranks."""
-    parallel = getattr(args, "parallelism_config", None)
-    split = [f"{name}={size}" for name in _SPLITS if (size := getattr(parallel, name, 1)) > 1]
-    why = "and a forecast is of whole layers and rows: set it to None on a copy of the arguments, which takes more."
+    split = [f"{name}={size}" for name in _SPLITS if (size := _parallel_size(args, name)) > 1]
+    why = (
+        "and a forecast is of whole layers and rows, which take more: set it to None on a copy of the arguments, or "
+        "leave it out of accelerate's file."
+    )
     return [f"parallelism_config has {', '.join(split)}, {why}"] if split else []
+
+
+def _parallel_size(args: object, name: str) -> int:
+    """Return a size of accelerate's ParallelismConfig: of the arguments, or of a launcher's variables."""
+    given = getattr(args, "parallelism_config", None)
+    if given is not None:
+        return int(getattr(given, name, 1))
+    launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) if launched else 1
+
+
+def _problems_of_launch(fsdp: _Fsdp) -> list[str]:
+    """Return the problems of settings of a step that a launcher's variables alone have."""
+    problems = []
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if compiler.upper() != "NO":
+        problems.append(
+            f"ACCELERATE_DYNAMO_BACKEND={compiler}, by which accelerate compiles the model: a forecast runs its own "
+            f"code, so leave dynamo_config out of accelerate's file."
+        )
+    if fsdp.offloads_checkpoints:
+        problems.append(
+            "activation_checkpointing_offload=True, which leaves the inputs of layers on the host: leave it out of "
+            "accelerate's file, which takes more."
+        )
+    return problems
 
 
 def _reference(args: Any, classes: set[str], adapted: bool) -> str | None:
@@ -260,7 +290,7 @@ def _ddp(args: Any, *, adapted: bool) -> dict[str, Any]:
 
 def _groups(args: Any, ranks: int | None, problems: list[str]) -> tuple[int | None, int]:
     """Return over how many ranks parameters are sharded, and how many such groups there are."""
-    replicas = getattr(getattr(args, "parallelism_config", None), "dp_replicate_size", 1)
+    replicas = _parallel_size(args, "dp_replicate_size")
     if ranks is None or ranks % replicas == 0:
         return ranks and ranks // replicas, replicas
     problems.append(f"ranks={ranks} are no groups of the same size for dp_replicate_size={replicas}: pass all of them.")
@@ -275,6 +305,8 @@ class _Fsdp:
         self.on = bool(self._given) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         self.version = int(self._said("fsdp_version", "VERSION", 1))
         self.checkpoints = self.on and self._flag("activation_checkpointing", "ACTIVATION_CHECKPOINTING")
+        offload = "activation_checkpointing_offload"
+        self.offloads_checkpoints = self.checkpoints and self._flag(offload, offload.upper())
 
     def options(self, args: Any, problems: list[str]) -> dict[str, Any]:
         """Return the arguments of ``Spread.fsdp1`` or ``Spread.fsdp2``, and add the problems of others."""
@@ -291,9 +323,13 @@ class _Fsdp:
                 f"auto_wrap_policy={policy}: a forecast has the model's layers as units, fsdp_config="
                 f'{{"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}.'
             )
+        if ignored := self._said("ignored_modules", "IGNORED_MODULES", None):
+            problems.append(f"ignored_modules={ignored}: a forecast shards every module: leave it out.")
         if self.version == 2:
-            reshards = self._flag("reshard_after_forward", "RESHARD_AFTER_FORWARD", "true")
-            return {**options, "reshard_after_forward": reshards}
+            reshards = self._said("reshard_after_forward", "RESHARD_AFTER_FORWARD", True)
+            if str(reshards).lower() not in (*_TRUE, *_FALSE):
+                problems.append(f"reshard_after_forward={reshards}: accelerate takes true or false with FSDP2.")
+            return {**options, "reshard_after_forward": str(reshards).lower() in _TRUE}
         return {**options, **self._of_version_1(problems)}
 
     def _of_version_1(self, problems: list[str]) -> dict[str, Any]:
@@ -303,22 +339,21 @@ class _Fsdp:
         if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
             problems.append(f"sharding_strategy={strategy}: pass Spread.fsdp1(ranks of a machine, replicas=machines).")
         if not self._flag("use_orig_params", "USE_ORIG_PARAMS"):
-            problems.append("use_orig_params=False: a forecast has True, as the Trainer by default.")
-        if self._flag("forward_prefetch", "FORWARD_PREFETCH"):
-            problems.append("forward_prefetch=True: a forecast fetches no unit ahead in the forward pass.")
+            problems.append("use_orig_params=False: a forecast has True, as the Trainer: set it so for the forecast.")
         prefetch = str(self._said("backward_prefetch", "BACKWARD_PREFETCH", "NO_PREFETCH")).lower()
         return {
             "reshard_after_forward": strategy != "SHARD_GRAD_OP",
             "shard": strategy != "NO_SHARD",
             "backward_prefetch": None if prefetch == "no_prefetch" else prefetch,
+            "forward_prefetch": self._flag("forward_prefetch", "FORWARD_PREFETCH"),
         }
 
     def _said(self, name: str, variable: str, default: object) -> Any:
         given = self._given.get(name)
         return os.environ.get(f"FSDP_{variable}", default) if given is None else given
 
-    def _flag(self, name: str, variable: str, default: str = "false") -> bool:
-        return str(self._said(name, variable, default)).lower() in ("true", "1", "yes", "y", "on", "t")
+    def _flag(self, name: str, variable: str) -> bool:
+        return str(self._said(name, variable, False)).lower() in _TRUE
 
 
 def _syncs_each_batch(args: Any) -> bool:
@@ -333,11 +368,25 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {  # of "auto", by transforme
 }
 _SIZES = ("reduce_bucket_size",)
 _SIZES_OF_3 = (*_BY_HIDDEN_SIZE, "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size")
-_HELD = {
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "round_robin_gradients": False,
-    "zero_hpz_partition_size": 1,
+_HELD: dict[str, object] = {  # what was held against DeepSpeed, which are its defaults
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.round_robin_gradients": False,
+    "zero_optimization.parameter_alignment": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.stage3_model_persistence_threshold": sys.maxsize,
+    "zero_optimization.stage3_module_granularity_threshold": 0,
+    "zero_optimization.offload_optimizer.ratio": 1,
+    "zero_optimization.zenflow": None,
+    "tensor_parallel.autotp_size": 0,
+    "torch_autocast.enabled": False,
+    "compile.deepcompile": False,
+    "data_types.grad_accum_dtype": None,
+    "communication_data_type": None,
 }
 
 
@@ -350,18 +399,29 @@ def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, 
         problems.append("zero_optimization has stage=0, DeepSpeed's own data parallelism: forecast Spread.ddp(ranks).")
     if "overlap_comm" in given:
         options["overlap_comm"] = given["overlap_comm"]
-    for part in ("offload_optimizer", "offload_param"):
-        options[part] = (given.get(part) or {}).get("device", "none") != "none"
+    for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        options[part] = (given.get(part) or {}).get("device", "none") != "none" or bool(given.get(old))
     for name in _SIZES_OF_3 if options["stage"] == 3 else _SIZES:
-        value = given.get(name)
+        value = _said_to_deepspeed(given, name)
         if value == "auto" and hidden_size is None:
             problems.append(f'{name}="auto" depends on the model: pass hidden_size=, as in its config.')
         elif value is not None:
             options[name] = _BY_HIDDEN_SIZE[name](cast("int", hidden_size)) if value == "auto" else int(float(value))
     for name, usual in _HELD.items():
-        if (value := given.get(name, usual)) != usual:
-            problems.append(f"zero_optimization has {name}={value}: only {usual} was held against DeepSpeed.")
+        value = _said_to_deepspeed(config, name)
+        if value is not None and value != usual:
+            problems.append(
+                f"DeepSpeed's {name}={value}: only {usual} was held against it. Leave it out of a copy of the settings."
+            )
     return options
+
+
+def _said_to_deepspeed(config: dict[str, Any], name: str) -> Any:
+    """Return a setting by its name, with dots between sections; a ``stage3_`` may be left out, as for DeepSpeed."""
+    *sections, name = name.split(".")
+    for section in sections:
+        config = config.get(section) or {}
+    return config.get(name, config.get(name.removeprefix("stage3_")))
 
 
 def _deepspeed_config(args: Any) -> dict[str, Any]:

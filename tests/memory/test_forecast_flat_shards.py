@@ -59,7 +59,11 @@ STEP = """
             options.get("reshard_after_forward", True), shard=options.get("shard", True),
         )
         if "backward_prefetch" in options:
-            fsdp1.set_prefetching(wrapped, backward=BACKWARD_PREFETCH[options["backward_prefetch"]])
+            fsdp1.set_prefetching(
+                wrapped,
+                backward=BACKWARD_PREFETCH[options["backward_prefetch"]],
+                forward=options.get("forward_prefetch", False),
+            )
         steps = options.get("gradient_accumulation_steps", 1)
 
         def step():
@@ -71,6 +75,9 @@ STEP = """
                     loss.backward()
                 del loss
 
+        if options.get("forward_prefetch"):
+            step()  # which notes the order
+            wrapped.zero_grad()
         report(**{name: peak_above_start(step)})
     dist.destroy_process_group()
 """
@@ -85,6 +92,13 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"ranks": 4, "checkpointing": True},
     "nothing fetched ahead": {"ranks": 2, "backward_prefetch": "no_prefetch"},
     "fetched late": {"ranks": 2, "checkpointing": True, "backward_prefetch": "backward_post"},
+    "fetched ahead both ways": {"ranks": 2, "backward_prefetch": "backward_pre", "forward_prefetch": True},
+    "fetched ahead in the forward pass": {
+        "ranks": 3,
+        "checkpointing": True,
+        "backward_prefetch": "no_prefetch",
+        "forward_prefetch": True,
+    },
     "hybrid": {"ranks": 2, "replicas": 2},
     "lora": {"ranks": 2, "lora": True},
     "lora, mixed precision": {"ranks": 3, "lora": True, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
@@ -93,7 +107,15 @@ CASES: dict[str, dict[str, Any]] = {
     "not sharded, mixed precision": {"ranks": 2, "shard": False, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "not sharded, accumulated": {"ranks": 2, "shard": False, "gradient_accumulation_steps": 2},
 }
-OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "nothing fetched ahead", "lora", "not sharded")
+OF_DEFAULT = (
+    "three, uneven",
+    "kept",
+    "mixed precision",
+    "nothing fetched ahead",
+    "fetched ahead in the forward pass",
+    "lora",
+    "not sharded",
+)
 
 
 def on_meta() -> LlamaForCausalLM:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +144,64 @@ def test_a_file_of_deepspeeds_and_what_is_not_forecast(tmp_path: Path) -> None:
         Spread.from_training_args(under_deepspeed(tmp_path, {"train_batch_size": "auto"}), 2)
 
 
-def test_the_variables_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_deepspeed_takes_too(tmp_path: Path) -> None:
+    """As axolotl's ``zero3.json`` has them, and files from before there were ``offload_optimizer`` and its like."""
+    zero = {"stage": 3, "max_live_parameters": 0, "max_reuse_distance": 0, "prefetch_bucket_size": "auto"}
+    job = Spread.from_training_args(under_deepspeed(tmp_path, {"zero_optimization": zero}), 2, hidden_size=100)
+    assert job == Spread.zero(
+        2, stage=3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=9_000
+    )
+    offloaded = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert Spread.from_training_args(offloaded, 2) == Spread.zero(2, stage=2, offload_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("zero_optimization.zero_quantized_weights=True", {"zero_optimization": {"zero_quantized_weights": True}}),
+        ("zero_optimization.round_robin_gradients=True", {"zero_optimization": {"round_robin_gradients": True}}),
+        ("zero_optimization.offload_optimizer.ratio=0.3", {"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}),
+        ("tensor_parallel.autotp_size=2", {"tensor_parallel": {"autotp_size": 2}}),
+        ("torch_autocast.enabled=True", {"torch_autocast": {"enabled": True}}),
+        ("data_types.grad_accum_dtype=fp32", {"data_types": {"grad_accum_dtype": "fp32"}}),
+        ("communication_data_type=fp32", {"communication_data_type": "fp32"}),
+    ],
+)
+def test_settings_of_deepspeeds_that_were_not_held_against_it(
+    tmp_path: Path, name: str, section: dict[str, Any]
+) -> None:
+    plain = {"zero_optimization": {"stage": 2}}
+    settings = {**plain, **section, "zero_optimization": {"stage": 2, **section.get("zero_optimization", {})}}
+    with pytest.raises(ArgumentError, match=f"DeepSpeed's {re.escape(name)}: only .* Leave it out of a copy"):
+        Spread.from_training_args(under_deepspeed(tmp_path, settings), 2)
+    assert Spread.from_training_args(under_deepspeed(tmp_path, plain), 2) == Spread.zero(2, stage=2)
+
+
+Launched = Callable[..., tuple[Spread, Workload]]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Return a call that reads the job and the step in a script which ``accelerate launch`` started with options."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    def launched(*options: str) -> tuple[Spread, Workload]:
-        fixed = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+    def job_and_step(*options: str, ranks: int = 2, **said: Any) -> tuple[Spread, Workload]:
+        fixed = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
         layers = ["--mixed_precision", "bf16", "--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-        env = prepare_multi_gpu_env(launch_command_parser().parse_args([*fixed, *layers, *options, "train.py"]))
+        compiler = [] if "--dynamo_backend" in options else ["--dynamo_backend", "no"]
+        given = launch_command_parser().parse_args([*fixed, *compiler, *layers, *options, "train.py"])
         with monkeypatch.context() as patch:
-            for name, value in env.items():
-                if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED")):
+            for name, value in prepare_multi_gpu_env(given).items():
+                if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")):
                     patch.setenv(name, value)
-            args = arguments(tmp_path)
-            return Spread.from_training_args(args, 2), Workload.from_training_args(args, 16)
+            args = arguments(tmp_path, **said)
+            return Spread.from_training_args(args, ranks), Workload.from_training_args(args, 16)
 
+    return job_and_step
+
+
+def test_the_variables_of_accelerate_launch(launched: Launched) -> None:
     half: dict[str, Any] = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "wrapped_by": "accelerate"}
     two = ["--fsdp_version", "2", "--fsdp_reshard_after_forward", "false", "--fsdp_activation_checkpointing", "true"]
     assert launched(*two) == (
@@ -168,16 +213,59 @@ def test_the_variables_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.
         "true",
         "--fsdp_backward_prefetch",
         "BACKWARD_PRE",
+        "--fsdp_forward_prefetch",
+        "true",
         "--fsdp_offload_params",
         "true",
     ]
     assert launched(*one, "--fsdp_sharding_strategy", "SHARD_GRAD_OP")[0] == Spread.fsdp1(
-        2, reshard_after_forward=False, cpu_offload=True, backward_prefetch="backward_pre", **half
+        2,
+        reshard_after_forward=False,
+        cpu_offload=True,
+        backward_prefetch="backward_pre",
+        forward_prefetch=True,
+        **half,
     )
     with pytest.raises(ArgumentError) as refused:
         launched("--fsdp_use_orig_params", "false", "--fsdp_sharding_strategy", "HYBRID_SHARD")
     assert "pass Spread.fsdp1(ranks of a machine, replicas=machines)" in str(refused.value)
     assert "use_orig_params=False" in str(refused.value)
+
+
+TWO = ("--fsdp_version", "2")
+
+
+@needs("accelerate", "1.12")
+def test_the_parallelism_of_accelerates_file(launched: Launched) -> None:
+    file = (*TWO, "--use_parallelism_config")
+    groups = launched(*file, "--parallelism_config_dp_replicate_size", "2", ranks=8)[0]
+    assert (groups.ranks, groups.replicas) == (4, 2)
+    with pytest.raises(ArgumentError, match=r"cp_size=2.*leave it out of accelerate's file"):
+        launched(*file, "--parallelism_config_cp_size", "2", ranks=8)
+    whole = launched(*TWO, ranks=8)[0]  # without it, as the message says
+    assert (whole.ranks, whole.replicas) == (8, 1)
+    assert launched(*file, "--parallelism_config_cp_size", "2", parallelism_config=ParallelismConfig())[0].ranks == 2
+
+
+def test_settings_of_accelerates_file_that_no_forecast_has(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"ACCELERATE_DYNAMO_BACKEND=INDUCTOR.*leave dynamo_config out"):
+        launched("--dynamo_backend", "inductor")
+    with pytest.raises(ArgumentError, match="reshard_after_forward=full_shard: accelerate takes true or false"):
+        launched(*TWO, "--fsdp_reshard_after_forward", "FULL_SHARD")
+    assert launched(*TWO)  # as the message says
+    with monkeypatch.context() as patch:
+        patch.setenv("FSDP_IGNORED_MODULES", ".*router")
+        with pytest.raises(ArgumentError, match=r"ignored_modules=\.\*router: .*leave it out"):
+            launched(*TWO)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")  # an option of accelerate's newest releases
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        ArgumentError, match=r"activation_checkpointing_offload=True.*leave it out of accelerate's file"
+    ):
+        Workload.from_training_args(arguments(Path("out")), 16)
+    monkeypatch.delenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
+    assert Workload.from_training_args(arguments(Path("out")), 16).gradient_checkpointing
 
 
 @of_now

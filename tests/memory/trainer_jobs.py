@@ -75,6 +75,10 @@ JOBS = {
     "FSDP1, fetched ahead": Job(
         fsdp(1, backward_prefetch="backward_pre"), Spread.fsdp1(2, backward_prefetch="backward_pre", **OWN)
     ),
+    "FSDP1, fetched ahead both ways": Job(
+        fsdp(1, backward_prefetch="backward_pre", forward_prefetch="true"),
+        Spread.fsdp1(2, backward_prefetch="backward_pre", forward_prefetch=True, **OWN),
+    ),
     "FSDP1, evaluated": Job({**EVALUATED, **fsdp(1)}, Spread.fsdp1(2, **OWN), {"eval_batch_size": 8}),
     "DDP, checkpointing": Job({"gradient_checkpointing": True}, Spread.ddp(2), {"gradient_checkpointing": True}),
     "DDP, LoRA, checkpointing": Job(

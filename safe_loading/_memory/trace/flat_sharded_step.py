@@ -51,6 +51,7 @@ class FlatShardedParameters(TrainedParameters):
     def __init__(self, model: FullyShardedDataParallel, spread: Spread) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad and p.numel()])
         self._model, self._sync_each_batch = model, spread.sync_each_batch
+        self.rehearses = spread.forward_prefetch  # FSDP1 notes in the first step which unit comes next
 
     def begin_micro_batch(self, last: bool) -> None:
         """Reduce gradients in the last micro-batch only where the job does: the others run under ``no_sync()``."""
@@ -132,10 +133,9 @@ def flat_sharded(
         units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
         made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
-        # torch's own default stays, and accelerate's is to fetch nothing ahead
-        prefetch = spread.backward_prefetch or ("no_prefetch" if spread.wrapped_by == "accelerate" else None)
-        if prefetch is not None:
-            fsdp1.set_prefetching(made, backward=BACKWARD_PREFETCH[prefetch])
+        # by default torch fetches ahead in the backward pass, and accelerate nothing
+        prefetch = spread.backward_prefetch or ("no_prefetch" if spread.wrapped_by == "accelerate" else "backward_pre")
+        fsdp1.set_prefetching(made, backward=BACKWARD_PREFETCH[prefetch], forward=spread.forward_prefetch)
         _classify_shards(made, parts, ledger)
         return made
 
