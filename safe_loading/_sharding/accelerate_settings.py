@@ -11,6 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from safe_loading.errors import ArgumentError
 
+from .fsdp_units import Layers
 from .mesh import TENSOR
 
 
@@ -62,11 +63,11 @@ def _ignored(modules: str | Collection[nn.Module] | None, model: nn.Module) -> l
     return list(modules or ())
 
 
-def _units(plugin: Any, model: nn.Module) -> list[str] | Callable[[nn.Module], bool] | None:
+def _units(plugin: Any, model: nn.Module) -> Layers | Callable[[nn.Module], bool] | None:
     """Return the caller's choice of units; None where accelerate's are the model's own hints, as ours are."""
     names = plugin.transformer_cls_names_to_wrap
     if names and set(names) != set(getattr(model, "_no_split_modules", None) or ()):
-        return list(names)
+        return Layers(names)
     if smallest := plugin.min_num_params:
         return lambda module: sum(parameter.numel() for parameter in module.parameters()) > smallest
     return None

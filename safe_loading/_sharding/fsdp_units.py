@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,10 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_no
 _BARE = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.GroupNorm)
 # What the layers and copies of peft call the module that they wrap.
 _INSIDE_OF_LAYERS = (".base_layer", ".original_module")
+
+
+class Layers(list[str]):
+    """Names of the classes of layers, beside which embeddings, norm and head are units as they are by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,7 @@ def plan_units(
     places = _places(model, ignored)
     groups = _merge_tied(groups, places, flat=flat)
     keeping: set[tuple[str, ...]] = set()  # the groups that stay gathered until the backward pass
-    if wrap is None and not flat:
+    if (wrap is None or isinstance(wrap, Layers)) and not flat:
         tail = _norm_and_head(model, modules, groups, places)  # by the groups of layers, before there are others
         groups += _embeddings(model, modules, groups, places)
         if tail is not None:
@@ -155,11 +161,19 @@ def _calls_its_elements(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
+def _of_torchs_policy(wrap: Any) -> Any:
+    """Return the classes of layers that a policy of torch's has; other arguments as they are."""
+    of_partial = getattr(wrap, "keywords", {}).get("transformer_layer_cls")
+    classes = of_partial or getattr(wrap, "_module_classes", None)  # of a ModuleWrapPolicy
+    return tuple(classes) if classes else wrap
+
+
 def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
+    wrap = _of_torchs_policy(wrap)
     if isinstance(wrap, (str, type)):
         wrap = [wrap]
     if not isinstance(wrap, Collection):
-        if not callable(wrap):
+        if not callable(wrap) or "recurse" in inspect.signature(wrap).parameters:  # which FSDP1 calls as it descends
             raise ArgumentError(
                 f"auto_wrap_policy={wrap!r}: pass classes, names or patterns of modules, or fn(module) -> bool."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from fsdp_cases import NOTHING, gpt2, llama, on_meta, reference, whole
 from rank_server import RankServer
 from tiny_models import tiny_config
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from safe_loading import ArgumentError, meta_model, wrap_fsdp_meta_safe
 from safe_loading._sharding.fsdp_units import plan_units
@@ -49,6 +55,18 @@ class Custom(nn.Module):
 def test_the_layers_the_embeddings_the_head_with_its_norm_and_the_root() -> None:
     assert names(on_meta(llama))[-3:] == ["model.embed_tokens", "model.norm + lm_head", "(root)"]
     assert names(on_meta(llama), flat=True)[-2:] == ["model.layers.2", "(root)"]
+
+
+def test_policies_of_torch_for_layers_are_taken_and_others_refused() -> None:
+    """As published calls of FullyShardedDataParallel have them."""
+    layer = type(on_meta(llama).model.layers[0])
+    expected = names(on_meta(llama), {layer})
+    by_classes = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
+    assert names(on_meta(llama), by_classes) == names(on_meta(llama), ModuleWrapPolicy({layer})) == expected
+    by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
+    for policy in (by_size, size_based_auto_wrap_policy, lambda module, recurse, nonwrapped_numel: True):
+        with pytest.raises(ArgumentError, match=r"pass classes, names or patterns of modules, or fn\(module\)"):
+            names(on_meta(llama), policy)
 
 
 def test_embeddings_with_an_adapter_are_one_unit_with_it() -> None:

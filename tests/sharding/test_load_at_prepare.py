@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import needs
 from rank_server import RankServer
 from trainer_matrix import BY_HAND, CASES, NAMED, OTHER_NORMS, table
 
@@ -44,7 +45,7 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM,
     LlamaForSequenceClassification, PreTrainedModel,
 )
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from fsdp_cases import error_of
 from safe_loading import load_at_prepare
@@ -133,6 +134,17 @@ told = dict(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=T
 report(prefetching=[
     [prefetching(contextlib.nullcontext(), **each), prefetching(load_at_prepare(), **each)] for each in ({}, told)
 ])
+
+# classes of layers that are not the model's own hints, as most files name them for models of text and images
+def named_units(around):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate_with_fsdp(Case("accelerate", "full", "none"))
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = ["LlamaDecoderLayer", "LlamaMLP"]
+    with around:
+        model = AutoModelForCausalLM.from_pretrained(base)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    return [name for name, module in prepared.named_modules() if isinstance(module, FSDPModule)]
+report(named_units=[named_units(contextlib.nullcontext()), named_units(load_at_prepare())])
 
 # memory, from from_pretrained to the first step
 if rank == 0:
@@ -292,6 +304,13 @@ def test_fsdp1_gathers_the_next_unit_when_accelerate_was_told(found: list[dict[s
         (default, _), (told, _) = facts["prefetching"]
         assert default == [["None", False, True]]
         assert told == [["BackwardPrefetch.BACKWARD_POST", True, False]]
+
+
+@needs("accelerate", "1.15")
+def test_embeddings_and_head_are_units_beside_the_layers_that_accelerate_was_told(found: list[dict[str, Any]]) -> None:
+    for plain, lean in (facts["named_units"] for facts in found):
+        assert sorted(plain) == sorted(lean)
+        assert {"model.embed_tokens", "lm_head", "model.layers.0.mlp"} < set(plain)
 
 
 def test_evaluation_the_best_model_and_its_save_are_those_of_a_plain_run(found: list[dict[str, Any]]) -> None:
