@@ -108,3 +108,29 @@ def test_what_the_model_itself_holds_is_counted_into_what_stays() -> None:
 
     with pytest.raises(DeviceMapInfeasible, match=r"1\.0 MiB stay allocated, and the limits are \{0: 64\.0 KiB\}"):
         plan_device_map(Holding(), {0: 1 << 16})
+
+
+class _OwnTensors(nn.Module):
+    """A model that holds most of its weights itself, by the issue accelerate#1548."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.empty(4000, device="meta")) for _ in range(2))
+        self.layer = nn.Linear(60, 60, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("offload", ["never", "cpu"])
+def test_what_the_model_itself_holds_keeps_the_limit_of_its_card(offload: Any) -> None:
+    """The search for what to offload took another card for the main one, and so left this one's load uncounted."""
+    with pytest.raises(DeviceMapInfeasible, match="Device 0 is") as refused:
+        plan_device_map(_OwnTensors(), {0: 20_000, 1: 40_000, "cpu": 80_000}, offload=offload)
+    assert "Or pass offload=" not in str(refused.value)
+    assert refused.value.missing_bytes == 32_000 - 20_000
+
+
+def test_the_largest_piece_is_all_that_needs_one_card() -> None:
+    with pytest.raises(DeviceMapInfeasible, match=r"the largest piece is 31\.2 KiB"):
+        plan_device_map(_OwnTensors(), {0: 20_000, 1: 20_000, 2: 20_000})

@@ -81,8 +81,9 @@ def infeasible(
 
 
 def _largest_piece(puzzle: Puzzle) -> str:
-    largest = max((group.resident for group in puzzle.groups), default=None)
-    return "" if largest is None else f"No order of the devices works; the largest piece is {format_bytes(largest)}."
+    pieces = [sum(puzzle.groups[member].resident for member in members) for members in puzzle.together]
+    largest = max([*pieces, *(each.resident for each in puzzle.occupied)])
+    return f"No order of the devices works; the largest piece is {format_bytes(largest)}."
 
 
 def most_temporaries(puzzle: Puzzle, paths: Sequence[str]) -> str:

@@ -133,9 +133,15 @@ class OffloadPlan:
         return 0 if self.most_mains is None else -sum(self.puzzle.limits[number] for number in self._beside(main))
 
     def _mains(self) -> Iterator[int]:
-        """Yield the devices that may be main, without those that another one like them replaces."""
+        """Yield the devices that may be main, without those that another one like them replaces.
+
+        None that would not be, beside a device that holds something anyway, of which the load would not be counted.
+        """
+        occupied = {number for number, each in enumerate(self.puzzle.occupied) if each.resident}
         tried: list[tuple[int, list[int]]] = []
         for main, limit in enumerate(self.puzzle.limits):
+            if not occupied.issubset(self._beside(main)):
+                continue
             others = sorted(self.puzzle.limits[number] for number in self._beside(main))
             if limit > 0 and (limit, others) not in tried:
                 if not any(limit == own and _contains(more, others) for own, more in tried):
