@@ -28,34 +28,48 @@ def what_would_fit(tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, c
 def _mapping(
     paths: Iterable[str], tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, config: PeftConfig
 ) -> dict[str, str] | None:
-    """Return the replacement of one beginning of names by which all paths are modules of the base that it adapts."""
+    """Return the one replacement of a beginning of names by which all paths are modules of the base that it adapts."""
     modules = {without_peft_levels(name): module for name, module in base.named_modules()}
     first, *others = sorted(paths)
-    beginnings = _beginnings(first, modules)
-    if beginnings is None or getattr(config, "target_modules", None) is None:
+    if getattr(config, "target_modules", None) is None:
         return None
-    old, new = beginnings
-    for path in (first, *others):
-        name = new + path.removeprefix(old)
-        selected = config.target_modules == "all-linear" or check_target_module_exists(config, name)  # type: ignore[attr-defined]
-        if not path.startswith(old) or name not in modules or not selected:
-            return None
-        if not _has_shape(modules[name], tensors, path):
-            return None
-    return {f"^{re.escape(old)}": new}
+    fitting = [
+        {f"^{re.escape(old)}": new}
+        for old, new in _beginnings(first, modules)
+        if all(_leads(path, old, new, modules, tensors, config) for path in (first, *others))
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def _beginnings(path: str, modules: Iterable[str]) -> tuple[str, str] | None:
-    """Return how the name of a path begins and how that of the one module does that ends alike, its layer included."""
+def _beginnings(path: str, modules: Iterable[str]) -> list[tuple[str, str]]:
+    """Return how the name of a path begins and how those of the modules do that end alike, its layer included.
+
+    There may be several: the tower for images has layers with the names of the text model's.
+    """
     parts = path.split(".")
     for start in range(len(parts)):
+        if not any(part.isdigit() for part in parts[start:]):
+            break
         rest = ".".join(parts[start:])
         found = [name for name in modules if f".{name}".endswith(f".{rest}")]
-        if len(found) > 1 or not any(part.isdigit() for part in parts[start:]):
-            return None
         if found:
-            return path.removesuffix(rest), found[0].removesuffix(rest)
-    return None
+            return [(path.removesuffix(rest), name.removesuffix(rest)) for name in found]
+    return []
+
+
+def _leads(
+    path: str,
+    old: str,
+    new: str,
+    modules: Mapping[str, torch.nn.Module],
+    tensors: Mapping[str, torch.Tensor],
+    config: PeftConfig,
+) -> bool:
+    """Return whether a path leads to a module that the config selects, with the sizes of its factors."""
+    name = new + path.removeprefix(old)
+    if not path.startswith(old) or name not in modules or not _has_shape(modules[name], tensors, path):
+        return False
+    return config.target_modules == "all-linear" or bool(check_target_module_exists(config, name))  # type: ignore[attr-defined]
 
 
 def _has_shape(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> bool:

@@ -362,6 +362,27 @@ def test_the_error_names_the_key_mapping_with_which_all_fits(
         assert "leave it out" not in str(refused.value)
 
 
+def test_the_error_names_the_key_mapping_beside_a_tower_with_layers_of_the_same_names(tmp_path: Path) -> None:
+    """As of an adapter of Gemma3ForCausalLM on the base with images (vllm#34186): both parts have a q_proj."""
+    tiny_models.saved("Gemma3ForConditionalGeneration", tmp_path / "base")
+    text, auto_class = r".*language_model.*\.(q_proj|v_proj)", transformers.AutoModelForImageTextToText
+    own = save_adapter(tmp_path / "own", tmp_path / "base", target_modules=text, auto_class=auto_class)
+
+    def as_of_the_text_model(tensors: faults.Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.replace("model.language_model.", "model.")] = tensors.pop(key)
+
+    targets = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r"model\.vision_tower(\..*)?"}
+    alone = faults.edited(
+        own, tmp_path / "alone", tensors=as_of_the_text_model, config=lambda c: c.update(targets, auto_mapping=None)
+    )
+    advice = r"pass key_mapping={'^model\\.': 'model.language_model.'}, with which all"
+    with pytest.raises(AdapterError, match=re.escape(advice)):
+        load_peft_on_rank(tmp_path / "base", alone)
+    model = load_peft_on_rank(tmp_path / "base", alone, key_mapping={"^model\\.": "model.language_model."})
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tmp_path / "base", own)))
+
+
 def test_the_error_names_the_class_with_which_all_fits(tmp_path: Path) -> None:
     base = save_base(tmp_path, "MllamaForConditionalGeneration")
     adapter, _ = save_old_adapter(tmp_path, base, {"target_modules": ["q_proj", "v_proj"]}, is_target)
