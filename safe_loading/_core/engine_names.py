@@ -189,9 +189,16 @@ _ONE_DEVICE = "use device=, the one device that computes the merged blocks"
 MERGE = EngineNames(
     {"torch_dtype": "dtype"}, _ON_THE_WAY, {**_WHICH, "device_map": _ONE_DEVICE, "torch_device": _ONE_DEVICE}
 )
+_FACTORS = (
+    "call set_scale(name, factor) of every layer that has one, before the merge; a merge on disk takes adapter_weights="
+)
 INPLACE = EngineNames(
     {"progressbar": "progress"},
-    answers={"safe_merge": "leave it out: all is checked before the first weight is written; see check_finite="},
+    answers={
+        "safe_merge": "leave it out: all is checked before the first weight is written; see check_finite=",
+        "adapter_weights": _FACTORS,
+        "weights": _FACTORS,
+    },
     holds={"safe_merge": True},
 )
 _JUDGED = "leave it out: the dtypes of the folder are judged as they are"

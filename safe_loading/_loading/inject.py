@@ -14,10 +14,17 @@ from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._core.engines import is_integrated, trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.registry import is_decoded_at_forward
-from safe_loading._model.peft_layers import base_of, has_adapters, whose_layers, wrap_tokens_once
+from safe_loading._model.peft_layers import (
+    base_of,
+    has_adapters,
+    whose_layers,
+    without_peft_levels,
+    wrap_tokens_once,
+)
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._model.zero3 import made_whole
@@ -54,6 +61,7 @@ from .starts import (
     without_start_on_base,
 )
 
+_NOTHING_SELECTED = ("not found in the base model", "modules were excluded", "modules were targeted")  # words of peft
 _MOST_OF_PEFT = 400  # characters of an error of peft, which may show a module with all that is in it
 
 
@@ -271,6 +279,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
         way = _way_beside_others(model, config, error) or _way_for_packed_layers(model)
+        way = way or _way_of_its_layers(adapter, base_of(model), error)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
@@ -295,11 +304,12 @@ def _in_a_line(error: Exception) -> str:
 def _way_beside_others(model: torch.nn.Module, config: PeftConfig, error: Exception) -> str:
     """Return the way for an adapter that cannot stand beside those of a model; empty where that is not the reason.
 
-    It is of another method, or targets a module that they have wrapped otherwise: tokens of an embedding, and a LoRA.
+    It is of another method, or targets a module that they have wrapped otherwise: tokens of an embedding, and a LoRA,
+    or other parameters of one module.
     """
     if not has_adapters(model):
         return ""
-    own_wrapper = any(sign in str(error) for sign in ("TrainableTokensWrapper", "peft.tuners."))
+    own_wrapper = any(sign in str(error) for sign in ("TrainableTokensWrapper", "peft.tuners.", "`target_parameters`"))
     if not own_wrapper and config.peft_type in {each.peft_type for each in model.peft_config.values()}:
         return ""
     return " Load it with a base of its own: load_peft_on_rank(base_model, adapter)."
@@ -311,6 +321,20 @@ def _way_for_packed_layers(model: torch.nn.Module) -> str:
     if not any(getattr(layer, "weight", None) is None for layer in layers):
         return ""
     return " Its layers have no weight before the model's first forward pass: run one, and load the adapter then."
+
+
+def _way_of_its_layers(adapter: Adapter, base: torch.nn.Module, error: Exception) -> str:
+    """Return the way where an adapter selects no module of the base, by the layers that its file names."""
+    keys = [key for key in adapter.renamed(base).tensors if ".lora_" in key]
+    if not keys or not any(words in str(error) for words in _NOTHING_SELECTED):
+        return ""
+    modules = {without_peft_levels(name) for name, _ in base.named_modules()}
+    layers = dict.fromkeys(without_peft_prefix(key).split(".lora_")[0] for key in sorted(keys))
+    missing = [layer for layer in layers if layer not in modules]
+    if missing:
+        return f" The file is of {missing[0]!r}, which the base does not have: pass the one that it was trained on."
+    fields = "target_modules, exclude_modules and layers_to_transform"
+    return f" The file is of {next(iter(layers))!r}, which the base has: correct {fields} in adapter_config.json."
 
 
 def _refuse_rows_beyond(adapter: Adapter, base: torch.nn.Module) -> None:

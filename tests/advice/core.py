@@ -43,6 +43,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave it out; ": _OTHERS,
         "use attn_implementation=": _OTHERS,
         "use token=": _OTHERS,
+        "call set_scale(name, factor)": "core/test_engine_names.py::"
+        "test_factors_of_a_merge_in_memory_are_set_on_the_layers",
         "use init_new=": _WRAP,
         "use reshard_after_forward=": _WRAP,
         "use mesh=": _WRAP,

@@ -33,6 +33,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it",
         "Load the base, call resize_token": "loading/test_vocabularies.py::"
         "test_a_trained_row_that_the_base_lacks_is_told",
+        "pass the one that it was trained on": f"{_ADVISED}"
+        "test_a_config_that_selects_nothing_is_told_by_the_layers_of_its_file",
+        "correct {} in adapter_config": f"{_ADVISED}"
+        "test_a_config_that_selects_nothing_is_told_by_the_layers_of_its_file",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
         "choose another": VALUES,
         "run one, and load the adapter then": "loading/test_compressed_bases.py::"

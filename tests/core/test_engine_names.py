@@ -113,6 +113,22 @@ def test_what_may_mean_two_things_is_answered_with_its_place(
     verbs[verb](**better)
 
 
+def test_factors_of_a_merge_in_memory_are_set_on_the_layers(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """As of peft's add_weighted_adapter, of which a negative weight alone changes nothing (peft#3004)."""
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
+    for words in ({"adapter_weights": [-1.0]}, {"weights": [-1.0]}):
+        with pytest.raises(ArgumentError, match=r"call set_scale\(name, factor\).*takes adapter_weights="):
+            merge_lora_inplace(model, **words)  # type: ignore[arg-type]
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", -1.0)
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "merged", adapter_weights=[-1.0])
+    merged, on_disk = merge_lora_inplace(model), AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(map(torch.equal, merged.state_dict().values(), on_disk.state_dict().values()))
+
+
 def test_what_holds_anyway_is_taken(tiny_llama: Path, tiny_adapter: Path) -> None:
     """As scripts pass it: the same bits as without."""
     model = load_peft_on_rank(tiny_llama, tiny_adapter, low_cpu_mem_usage=True)

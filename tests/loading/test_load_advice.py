@@ -27,6 +27,7 @@ from safe_loading import (
     check_checkpoint,
     load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_checkpoint,
 )
 
 TOKENS = torch.arange(1, 13)[None]
@@ -501,6 +502,48 @@ def test_adapters_that_wrap_an_embedding_in_two_ways_have_bases_of_their_own(
         load_adapter_on_rank(model, adapters[second], second)
     assert str(refused.value).count("\n") <= 1  # peft shows the whole module, over many lines
     assert load_peft_on_rank(adapters[second], tiny_llama).load_report.ok
+
+
+@needs("peft", "0.20")  # an older one does not see that the parameters are others
+def test_adapters_of_other_parameters_have_bases_of_their_own(tmp_path: Path, tiny_llama: Path) -> None:
+    """peft#2710: of target_parameters all adapters of a model have the same."""
+    both = save_adapter(
+        tmp_path / "both", tiny_llama, target_modules=[], target_parameters=["q_proj.weight", "v_proj.weight"]
+    )
+    one = save_adapter(tmp_path / "one", tiny_llama, target_modules=[], target_parameters=["q_proj.weight"])
+    model = load_peft_on_rank({"both": both}, tiny_llama)
+    with pytest.raises(AdapterError, match=r"target_parameters.*Load it with a base of its own: load_peft_on_rank"):
+        load_adapter_on_rank(model, one, "one")
+    assert load_peft_on_rank(one, tiny_llama).load_report.ok
+
+
+@pytest.mark.parametrize("method", ["on disk", "in memory"])
+def test_a_config_that_selects_nothing_is_told_by_the_layers_of_its_file(
+    method: str, tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """An adapter of a base with images on the text model, and one of layers that its config leaves out (peft#3610)."""
+
+    def load(adapter: Path) -> object:
+        if method == "on disk":
+            return merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "merged", overwrite=True)
+        return load_peft_on_rank(tiny_llama, adapter)
+
+    def of_language_model(tensors: faults.Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.replace("model.model.layers", "model.model.language_model.layers")] = tensors.pop(key)
+
+    pattern = {"target_modules": r".*language_model.*(q_proj|v_proj|down_proj)"}
+    edits: dict[str, Any] = {"tensors": of_language_model, "config": lambda c: c.update(pattern)}
+    with_images = faults.edited(tiny_adapter, tmp_path / "images", **edits)
+    advice = r"The file is of 'model\.language_model\.layers\.0\..*', which the base does not have: pass the one"
+    with pytest.raises(AdapterError, match=advice):
+        load(with_images)
+    left_out = {"layers_to_transform": [7], "layers_pattern": "layers"}
+    nothing = faults.edited(tiny_adapter, tmp_path / "nothing", config=lambda c: c.update(left_out))
+    advice = r"The file is of 'model\.layers\.0\..*', which the base has: correct target_modules, .*layers_to_transform"
+    with pytest.raises(AdapterError, match=advice):
+        load(nothing)
+    load(tiny_adapter)
 
 
 def test_a_rank_is_corrected_together_with_its_scaling(tiny_llama: Path, tmp_path: Path) -> None:
