@@ -103,7 +103,10 @@ def _shape_mismatch(
     alike = len(on_file) == len(in_model) > at and on_file[1 - at : 2 - at] == in_model[1 - at : 2 - at]
     if alike and in_model[at] in rows:
         message = f"the file has {on_file[at]} rows ({on_file}), the base's vocabulary has {in_model[at]} ({in_model})"
-        fix = f"load the base yourself, call base.resize_token_embeddings({on_file[at]}) and pass it as base_model"
+        fix = (
+            f"load the base yourself, call base.resize_token_embeddings({on_file[at]}) and pass it as base_model; new "
+            f"rows that the file does not hold are drawn anew, and not those of its training"
+        )
         return fault("vocabulary-resized", f"{file}: {key}", message, fix, value.nbytes)
     message = f"the file has {on_file}, the model has {in_model}."
     if ".modules_to_save." in key and on_file[1:] == in_model[1:] and in_model[0] == labels:

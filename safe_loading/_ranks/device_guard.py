@@ -177,8 +177,10 @@ def one_device(model: torch.nn.Module) -> torch.device:
     counts = Counter(parameter.device for parameter in walk_parameters(model, adapters=False))
     if len(counts) != 1 or next(iter(counts)).type == "meta":
         spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"
+        offloaded = "disk" in (getattr(model, "hf_device_map", None) or {}).values()
+        road = " Or merge on disk, with merge_lora_checkpoint, and load that with the same map." if offloaded else ""
         raise DeviceError(
             f"All parameters of {type(model).__name__} must be on one device; it has {spread}. Load it with "
-            f"load_peft_on_rank, or with from_pretrained(device_map={{'': device}})."
+            f"load_peft_on_rank, or with from_pretrained(device_map={{'': device}}).{road}"
         )
     return next(iter(counts))

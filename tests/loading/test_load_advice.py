@@ -24,6 +24,7 @@ from safe_loading import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFound,
+    DeviceError,
     check_checkpoint,
     load_adapter_on_rank,
     load_peft_on_rank,
@@ -544,6 +545,41 @@ def test_a_config_that_selects_nothing_is_told_by_the_layers_of_its_file(
     with pytest.raises(AdapterError, match=advice):
         load(nothing)
     load(tiny_adapter)
+
+
+def test_a_base_that_is_offloaded_to_disk_is_merged_on_disk(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """As in peft#2213, peft#774 and alpaca-lora#368."""
+    names = [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        *(f"model.layers.{n}" for n in range(3)),
+        "model.norm",
+        "lm_head",
+    ]
+    spread = {name: "disk" if name == "model.layers.1" else "cpu" for name in names}
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, device_map=spread, offload_folder=str(tmp_path / "one"))
+    with pytest.raises(DeviceError, match=r"Or merge on disk, with merge_lora_checkpoint, and load that with the same"):
+        load_peft_on_rank(base, tiny_adapter)
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", device_map=spread, offload_folder=str(tmp_path / "two")
+    )
+    assert torch.allclose(logits(merged), logits(load_peft_on_rank(tiny_llama, tiny_adapter)), atol=1e-5)
+
+
+def test_rows_of_a_vocabulary_that_no_file_holds_are_told(tmp_path: Path, tiny_llama: Path) -> None:
+    """Of a LoRA on the embedding, where the head has a weight of its own that peft does not save."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    base.resize_token_embeddings(120)
+    targets = ["q_proj", "embed_tokens"]
+    get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")).save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterError, match="new rows that the file does not hold are drawn anew, and not those of its"):
+        load_peft_on_rank(tiny_llama, tmp_path)
+    resized = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    resized.resize_token_embeddings(120)
+    assert load_peft_on_rank(resized, tmp_path).load_report.ok
 
 
 def test_a_rank_is_corrected_together_with_its_scaling(tiny_llama: Path, tmp_path: Path) -> None:
