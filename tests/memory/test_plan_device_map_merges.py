@@ -247,6 +247,30 @@ class Sums(torch.nn.Module):
         return {"logits": x}
 
 
+class Masks(Sums):
+    """A model of embeddings that multiplies its projection with the mask that it was given, as ColPali does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.positions
+        self.projection = torch.nn.Linear(64, 64)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.projection(x) * attention_mask[..., None]}
+
+
+def test_what_meets_an_input_of_the_model_goes_to_the_device_of_its_inputs_and_the_stack_is_still_split() -> None:
+    with torch.device("meta"):
+        model = Masks()
+    plan = plan_device_map(model, {0: "100KB", 1: "100KB"}, no_split_modules=["Linear"])
+    assert plan.verified
+    assert plan["tokens"] == plan["projection"] == 0
+    assert {plan.get(f"layers.{n}") for n in range(8)} == {0, 1}
+
+
 def test_two_embeddings_that_are_added_go_together_and_the_stack_is_still_split() -> None:
     with torch.device("meta"):
         model = Sums()

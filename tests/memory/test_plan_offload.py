@@ -21,7 +21,10 @@ from safe_loading import DeviceMapInfeasible, Workload, meta_model, plan_device_
 from safe_loading._memory.plan import offload as offloads
 from safe_loading._memory.plan import offload_search
 from safe_loading._memory.plan.layer_groups import Puzzle
+from safe_loading._memory.plan.map_keys import device_of
+from safe_loading._memory.plan.module_tree import cut_model
 from safe_loading._memory.plan.offload import Away, OffloadPlan, Piece, Split, offload
+from safe_loading._memory.plan.offloaded_units import split_paths
 
 GONE = -1
 
@@ -356,6 +359,83 @@ def test_experts_whose_weights_the_layer_reads_itself_cannot_leave() -> None:
     whole = sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(DeviceMapInfeasible, match="Kept on one device, because an operation there met tensors of two"):
         plan_device_map(model, {0: whole * 9 // 10}, offload="cpu", inputs={"values": torch.empty(1, 8)})
+
+
+class Pooled(nn.Module):
+    """Layers, and attention of torch at the end, which reads the weights of a module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MixtureLayer(8, 2, reads_weights=False) for _ in range(4)])
+        self.pool = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return cast("torch.Tensor", self.pool(values, values, values)[0])
+
+
+@pytest.mark.parametrize("room", [0.3, 0.6, 0.95])
+def test_a_module_that_reads_the_weights_of_one_inside_it_stays_and_others_leave(room: float) -> None:
+    model = Pooled()
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    limits = {0: int(whole * room), "cpu": 10**6}
+    plan = plan_device_map(model, limits, offload="cpu", inputs={"values": torch.empty(1, 3, 8)})
+    assert plan.verified, plan.reason
+    assert "cpu" in plan.values()
+    assert {device for path, device in plan.items() if path.startswith("pool")} == {0}
+
+
+class ReadsInside(nn.Module):
+    """A layer that multiplies with the weight of its linear layer, and never calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 100)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + values @ self.linear.weight.t() @ self.linear.weight
+
+
+@pytest.mark.parametrize("missing", [10_000, 50_000])
+def test_layers_of_one_class_that_read_weights_inside_them_all_stay(missing: int) -> None:
+    """One of them that cannot leave says it for all of them, however many there are."""
+    layers = [ReadsInside() for _ in range(60)]
+    linears = [linear for _ in range(6) for linear in (nn.Linear(8, 200), nn.Linear(200, 8))]
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*layers), linears=nn.Sequential(*linears)))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    limits = {0: whole - missing, "cpu": 10**6}
+    plan = plan_device_map(model, limits, offload="cpu", inputs={"input": torch.empty(1, 8)})
+    assert plan.verified, plan.reason
+    assert {path.partition(".")[0] for path, device in plan.items() if device == "cpu"} == {"linears"}
+    (finding,) = plan.findings
+    assert finding.code == "merged-blocks"
+    assert finding.message.startswith("is not offloaded, nor are 59 more of its class: ")
+    with pytest.raises(DeviceMapInfeasible, match=r"met tensors of two: layers\.\d+ and 59 more of its class\."):
+        plan_device_map(model, {0: "100KB"}, offload="cpu", inputs={"input": torch.empty(1, 8)})
+
+
+def test_a_weight_that_is_computed_from_others_leaves_with_them() -> None:
+    """As of the convolution of Wav2Vec2's positions, whose weight torch computes from two tensors inside it."""
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=1))
+    model = nn.Sequential(nn.Linear(16, 16), conv, nn.Linear(16, 16))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    for room in (70, 80, 90):
+        limits = {0: whole * room // 100, "cpu": 10**6}
+        plan = plan_device_map(model, limits, offload="cpu", inputs={"input": torch.empty(8, 16)})
+        assert plan.verified, plan.reason
+        assert not any(path.startswith("1.") for path in plan)
+
+
+def test_a_model_that_is_one_block_leaves_in_part_with_a_place_for_the_rest() -> None:
+    model = Mixture()
+    tree = cut_model(model, keep_whole=[""])
+    split = Split((0,), 0, 0, 0, {"layers.1.experts": 1})
+    places = split_paths(tree, split, [0, "cpu"])
+    named = [name for name, _ in model.named_parameters()]
+    assert {name: device_of(name, places) for name in named} == {
+        name: "cpu" if name.startswith("layers.1.experts.") else 0 for name in named
+    }
 
 
 def test_saved_buffers_leave_with_the_weights_if_asked() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import Device
@@ -202,6 +203,8 @@ class _Cutter:
             return False
         if isinstance(module, (*_LISTS, torch.nn.Sequential)):
             return False
+        if is_parametrized(module):  # one operation computes its weight from what is inside
+            return True
         if isinstance(parent, _LISTS):  # a layer; or a stage, when what may not be split stands in a list inside it
             return not self._contains_whole(module, in_lists=True)
         return not (self._contains_whole(module) or any(isinstance(inner, _LISTS) for inner in module.modules()))

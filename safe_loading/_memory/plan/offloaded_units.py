@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from safe_loading._core.names import ancestors, nearest
-from safe_loading._core.parse_size import Device
+from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.text_config import text_config
@@ -24,6 +24,7 @@ from .module_tree import ModuleTree, PlacementUnit, SizedTensor
 from .offload import Away, Piece, Split
 from .request import PlanRequest
 
+_NO_ROOM = 4 * UNLIMITED  # more than all hosts together have
 _NUMBERED = re.compile(r"(expert_?)?[0-9]+")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_top_k", "moe_topk", "top_k")
 
@@ -37,16 +38,22 @@ class OffloadedUnits:
         self._calls = {name: count for name, count in calls.items() if count}
         self._steps = calls.get("", 0)
 
-    def away(self, costs: Sequence[Cost], whole: Collection[str]) -> list[Away]:
-        """Return the offloaded sizes of each unit; units whose paths are in ``whole`` may not leave in part."""
+    def away(self, costs: Sequence[Cost], whole: Collection[str], staying: Collection[str] = ()) -> list[Away]:
+        """Return the offloaded sizes of each unit.
+
+        Units whose paths are in ``whole`` may not leave in part, and those in ``staying`` not at all.
+        """
         own = self._tree.own_tensors()
-        return [
-            # what the model itself holds never leaves: accelerate has it on the main device
-            Away(0, cost.group.resident, cost.transient, 0)
-            if unit.path in own
-            else self._away(unit, cost, unit.path not in whole)
-            for unit, cost in zip(self._tree.units, costs, strict=True)
-        ]
+        found: list[Away] = []
+        for unit, cost in zip(self._tree.units, costs, strict=True):
+            if unit.path in own or unit.path in staying:
+                # what the model itself holds never leaves: accelerate has it on the main device; no host has the room
+                # for the other ones
+                stored = 0 if unit.path in own else _NO_ROOM
+                found.append(Away(stored, cost.group.resident, cost.transient, 0))
+            else:
+                found.append(self._away(unit, cost, unit.path not in whole))
+        return found
 
     def moved(self, device_map: Mapping[str, Device]) -> int:
         """Return the bytes that each token moves to the main device, with some map."""
@@ -147,7 +154,7 @@ def split_paths(tree: ModuleTree, split: Split, devices: Sequence[Device]) -> di
             found[unit.path] = devices[place]
             continue
         names = [name for other in tree.units for tensor in other.tensors for name in tensor.names]
-        names = [name for name in names if name.startswith(f"{unit.path}.")]
+        names = [name for name in names if not unit.path or name.startswith(f"{unit.path}.")]
         owners = {name.rpartition(".")[0] for name in names}
         around = {parent for owner in owners for parent in [*ancestors(owner)][1:]}
         for name in names:

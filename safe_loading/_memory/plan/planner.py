@@ -24,7 +24,7 @@ from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .infeasible import infeasible, most_temporaries, unexplained
 from .layer_groups import LayerGroup, Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
-from .map_keys import collapse, device_of
+from .map_keys import collapse, device_of, is_offloaded
 from .module_tree import ModuleTree, cut_model, is_outside_stacks, takes_key_without_tensors
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
@@ -49,6 +49,7 @@ class Planner:
         self.kept_whole: list[str] = []
         self.kept_together: list[tuple[str, ...]] = []
         self.undivided: set[str] = set()  # units that may not be offloaded in part
+        self.staying: dict[str, str] = {}  # units that may not be offloaded at all, with those of their class in words
         self.without_tensors: list[str] = []  # modules that get a key all the same, so that their inputs are sent there
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = list(request.findings)
@@ -182,8 +183,9 @@ class Planner:
         places = placement.device_of if placement is not None else None
         split: Split | None = None
         if places is None:
+            sized = OffloadedUnits(tree, request, self.alone)
             explains = request.explains or request.hosts
-            away = OffloadedUnits(tree, request, self.alone).away(costs, self.undivided) if explains else []
+            away = sized.away(costs, self.undivided, self.staying) if explains else []
             if request.hosts:
                 hosts = [request.limits.get(host, 0) for host in request.hosts]
                 split = offload(puzzle, away, hosts, request.objective, request.main_of)
@@ -221,7 +223,7 @@ class Planner:
     ) -> DeviceMapInfeasible:
         if not self.request.explains:
             return unexplained(self.request, self.name, puzzle)
-        names = [module or "the whole model" for module in self.kept_whole]
+        names = [module or "the whole model" for module in (*self.kept_whole, *dict.fromkeys(self.staying.values()))]
         names += [" with ".join(group) for group in self.kept_together]
         decides = most_temporaries(puzzle, paths)
         changes = [f'attn_implementation="{name}"' for name in (self._attention_that_fits() if decides else ())]
@@ -247,10 +249,14 @@ class Planner:
         layer stays whole. In a module that has a stack of layers only those units are joined that the tensors come
         from, two embeddings that are added, say; unless one comes from the stack, or from elsewhere.
         """
+        if self._keep_on_cards(trace, device_map, tree):  # other problems of the step may follow from these
+            return True
         wholes: dict[str, str] = {}
         groups: dict[tuple[str, ...], tuple[str, str]] = {}
         undivided: dict[str, str] = {}  # blocks that were to be offloaded in part
         keys: dict[str, None] = {}
+        main = main_device(device_map.values())
+        first = next((unit.path for unit in tree.units if device_of(unit.path, device_map) == main), None)
         for problem in trace.problems:
             name = trace.own_name(problem.module)
             within = nearest(name, {unit.path for unit in tree.units})
@@ -261,7 +267,9 @@ class Planner:
                 keys.setdefault(name)
                 continue
             module = tree.split_around(name, device_map)
-            group = tree.units_with([maker and trace.own_name(maker) for maker in problem.makers])
+            # in the model's own forward what comes from elsewhere is an input, which is where its first modules are
+            elsewhere = None if name else first
+            group = tree.units_with([trace.own_name(maker) if maker else elsewhere for maker in problem.makers])
             is_new = len(group) > 1 and group not in self.kept_together
             if is_new and is_outside_stacks(self.request.model, module, group):
                 groups.setdefault(group, (module, str(problem)))
@@ -281,6 +289,29 @@ class Planner:
         self.undivided |= undivided.keys()
         self.without_tensors += keys
         return bool(wholes or groups or undivided or keys)
+
+    def _keep_on_cards(self, trace: StepTrace, device_map: Mapping[str, Device], tree: ModuleTree) -> bool:
+        """Offload no unit that itself reads the weights of modules inside it; return whether there were new ones.
+
+        No hook brings those weights to the main device, as in torch's own attention. Units of the same class stay too:
+        they would be found one after the other.
+        """
+        main, modules = main_device(device_map.values()), dict(self.request.model.named_modules())
+        units = {unit.path: unit for unit in tree.units if unit.path in modules}
+        before = len(self.staying)
+        for problem in trace.problems:
+            path = nearest(trace.own_name(problem.module), units)
+            if not path or path in self.staying or not is_offloaded(device_of(path, device_map), main):
+                continue
+            read = {trace.own_name(maker) for maker in problem.makers if maker}
+            if not any(read.intersection(tensor.names) for tensor in units[path].tensors):
+                continue
+            alike = [other for other in units if other and type(modules[other]) is type(modules[path])]
+            more = f"{len(alike) - 1} more of its class" if alike[1:] else ""
+            self.staying |= dict.fromkeys(alike, f"{path} and {more}" if more else path)
+            message = f"is not offloaded{more and f', nor are {more}'}: {problem}"
+            self.findings.append(Finding("merged-blocks", "info", path, message, "none needed."))
+        return len(self.staying) > before
 
     def _cross_device(self, trace: StepTrace) -> list[Finding]:
         fix = "put the modules that it reads on one device, or plan anew."
