@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        ShardingStrategy,
+    )
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of accelerate, for device_map=
@@ -80,6 +87,11 @@ class WrapNames(TypedDict, total=False):
     device_mesh: DeviceMesh | None
     device_id: torch.device | int | None
     use_orig_params: Literal[True]
+    sync_module_states: Literal[True]
+    sharding_strategy: ShardingStrategy  # FULL_SHARD
+    backward_prefetch: BackwardPrefetch | None  # BACKWARD_PRE
+    forward_prefetch: Literal[False]
+    limit_all_gathers: Literal[True]
 
 
 class PlanNames(TypedDict, total=False):
@@ -96,7 +108,8 @@ class EngineNames:
     same: Mapping[str, str]  # the argument of the verb that means the same
     in_base_kwargs: tuple[str, ...] = ()
     answers: Mapping[str, str] = field(default_factory=dict)  # what to write in the place of the others
-    holds: Mapping[str, bool] = field(default_factory=dict)  # what is so anyway, and is taken if this is its value
+    # what is so anyway, and is taken if this is its value, or the name of its value in an enumeration
+    holds: Mapping[str, bool | str] = field(default_factory=dict)
 
     def placed(
         self, verb: Callable[..., object], other: Mapping[str, object], own: Mapping[str, object], base_kwargs: object
@@ -113,7 +126,7 @@ class EngineNames:
             place = self.same.get(name)
             if value is None and (place or name in self.in_base_kwargs or name in self.answers):
                 continue
-            if value is not None and value is self.holds.get(name):
+            if name in self.holds and self.holds[name] in (value, getattr(value, "name", value)):
                 continue
             if answer := _PLANNED if _is_strategy(name, value) and place else self.answers.get(name):
                 problems.append(f"{name}=: {answer}")
@@ -221,6 +234,10 @@ LOAD = EngineNames(
     HELD_BY_LOADS,
 )
 _PLACED = "leave it out: every rank gets its own shard, by whatever road"
+_ON_UNITS = (
+    "set it on each unit of FSDP1 after the wrap, before the first forward pass: for unit in "
+    "FullyShardedDataParallel.fsdp_modules(model)"
+)
 WRAP = EngineNames(
     {
         "mixed_precision": "mp_policy",
@@ -236,11 +253,28 @@ WRAP = EngineNames(
         "use_orig_params": "leave it out: it is always on",
         "sharding_strategy": "use reshard_after_forward=, and mesh=(replicas, shards) for HYBRID_SHARD",
         "process_group": "use mesh=",
+        **dict.fromkeys(("backward_prefetch", "forward_prefetch", "limit_all_gathers"), _ON_UNITS),
     },
-    holds={"use_orig_params": True},
+    holds={
+        "use_orig_params": True,
+        "sync_module_states": True,
+        "sharding_strategy": "FULL_SHARD",
+        "backward_prefetch": "BACKWARD_PRE",
+        "forward_prefetch": False,
+        "limit_all_gathers": True,
+    },
 )
 PLAN = EngineNames(
     {"torch_dtype": "dtype", "no_split_module_classes": "no_split_modules"},
     (),
-    {"device_map": "leave it out: the plan is the map, for device_map= of from_pretrained"},
+    {
+        "device_map": "leave it out: the plan is the map, for device_map= of from_pretrained",
+        "offload_folder": "leave it out: pass it to from_pretrained, with device_map=plan",
+        "special_dtypes": "leave it out: each tensor has the dtype that from_pretrained gives it",
+        "tied_parameters": "leave it out: ties are those of the model",
+        "fallback_allocation": "leave it out: the search tries every placement",
+        "clean_result": "leave it out: modules on one device always share a key",
+        "verbose": "leave it out: print(plan) says what is where",
+    },
+    {"clean_result": True, "verbose": False},
 )

@@ -60,12 +60,12 @@ def quiet(category: type[Warning] = Warning) -> Iterator[None]:
 
 
 @contextmanager
-def only_errors_of(engine: str) -> Iterator[None]:
-    """Drop an engine's log records below an error, in this thread; the level of its logger is the whole process's."""
+def without_records(engine: str, below: int = logging.ERROR) -> Iterator[None]:
+    """Drop an engine's log records below a level, in this thread; the level of its logger is the whole process's."""
     pass_on = seen_here(logging.Logger, "callHandlers")
 
     def call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.ERROR or record.name.partition(".")[0] != engine:
+        if record.levelno >= below or record.name.partition(".")[0] != engine:
             pass_on(log, record)
 
     with patched(logging.Logger, "callHandlers", call_handlers):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from safe_loading._core.interrupts import undone
-from safe_loading._core.log import only_errors_of, quiet
+from safe_loading._core.log import quiet, without_records
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import WrapError
@@ -137,7 +137,7 @@ def _location(frame: FrameType | None) -> str:
 
 def _attempt(mode: str, root: nn.Module, model: nn.Module, call: Callable[[], object]) -> CallProof:
     try:
-        with torch.no_grad(), own_generators(), quiet(), only_errors_of("transformers"), _Weightless(root):
+        with torch.no_grad(), own_generators(), quiet(), without_records("transformers"), _Weightless(root):
             call()
     except _Reached:
         return CallProof(mode, True, f"a call of {type(root).__name__} reached it")

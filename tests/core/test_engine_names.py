@@ -97,6 +97,8 @@ ANSWERS: dict[str, tuple[str, Arguments, str, Arguments]] = {
     "dtype of a verdict": ("verify", {"torch_dtype": "float16"}, "leave it out", {}),
     "revision of a verdict": ("verify", {"revision": "main"}, "base_revision=", {"base_revision": None}),
     "map of a plan": ("plan", {"device_map": "auto"}, "leave it out: the plan is the map", {}),
+    "folder of a plan": ("plan", {"offload_folder": "x"}, "pass it to from_pretrained, with device_map=plan", {}),
+    "words of a plan": ("plan", {"verbose": True}, r"print(plan)", {"verbose": False, "clean_result": True}),
 }
 
 

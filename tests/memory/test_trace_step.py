@@ -266,6 +266,18 @@ def test_what_cannot_be_traced_is_refused_with_the_reason_and_the_model_is_whole
         trace_step(model, Workload.train(2, 6, gradient_checkpointing=True))
 
 
+class Mismatched(nn.Module):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids[:, :2] * input_ids[:, :3]
+
+
+def test_an_operation_that_fails_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch logs it too, with its own lines."""
+    with pytest.raises(TraceError, match=r"`return input_ids\[:, :2\] \* input_ids\[:, :3\]`\): .*dimension"):
+        trace_step(Mismatched(), Workload.generate(2, 6))
+    assert not caplog.messages
+
+
 class Asking(nn.Module):
     """Asks what models of transformers ask, which take another branch if the answer is yes."""
 

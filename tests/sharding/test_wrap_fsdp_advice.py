@@ -14,7 +14,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
@@ -78,6 +84,17 @@ def adapted(folder: Path, **options: Any) -> Any:
     """A base in bfloat16 with a LoRA, which peft keeps in float32."""
     base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return get_peft_model(base, LoraConfig(r=2, **{"target_modules": ["q_proj", "v_proj"], **options}))
+
+
+def fetched_ahead(folder: Path) -> Any:
+    """A step whose units are gathered as FSDP1 does when its constructor is told."""
+    model = wrapped(folder, version=1)
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        unit.forward_prefetch = True
+    ids = torch.arange(3, 9)[None]
+    for _ in range(2):  # the first one notes the order
+        model(input_ids=ids, labels=ids).loss.backward()
+    return model
 
 
 class Case(NamedTuple):
@@ -149,9 +166,27 @@ CASES: dict[str, Case] = {
         (lambda f: wrapped(f, init_new=lambda module: None),),
     ),
     "a strategy of FSDP1": Case(
-        lambda f: wrapped(f, sharding_strategy="FULL_SHARD"),
+        lambda f: wrapped(f, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
         r"sharding_strategy=: use reshard_after_forward=",
-        (lambda f: wrapped(f, reshard_after_forward=False), lambda f: wrapped(f, mesh=(1, 1))),
+        (
+            lambda f: wrapped(f, reshard_after_forward=False),
+            lambda f: wrapped(f, mesh=(1, 1)),
+            lambda f: wrapped(f, sharding_strategy=ShardingStrategy.FULL_SHARD, sync_module_states=True),
+        ),
+    ),
+    "units of FSDP1 that are fetched ahead": Case(
+        lambda f: wrapped(f, version=1, forward_prefetch=True),
+        r"forward_prefetch=: set it on each unit of FSDP1 after the wrap, .*FullyShardedDataParallel\.fsdp_modules",
+        (
+            fetched_ahead,
+            lambda f: wrapped(
+                f,
+                version=1,
+                forward_prefetch=False,
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+                limit_all_gathers=True,
+            ),
+        ),
     ),
     "a group of FSDP1": Case(
         lambda f: wrapped(f, process_group="default"),

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.interrupts import undone
-from safe_loading._core.log import only_errors_of, quiet
+from safe_loading._core.log import quiet, without_records
 from safe_loading._core.names import first_names
 from safe_loading._core.progress import engine_bars
 from safe_loading._core.report import Finding, counted
@@ -79,7 +79,7 @@ def check_round_trip(audited: AuditedModel, skipped: list[str]) -> Iterator[Find
     told: set[str] = set()
     with ExitStack() as stack:
         stack.enter_context(undone(_undo_of(audited.model)))
-        for block in (quiet(), only_errors_of("transformers"), engine_bars(local_rank()), own_generators()):
+        for block in (quiet(), without_records("transformers"), engine_bars(local_rank()), own_generators()):
             stack.enter_context(block)
         _in_other_memory(model)
         if any(parameter.is_meta for parameter in trained.values()):

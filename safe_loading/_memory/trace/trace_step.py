@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +17,7 @@ from transformers.utils import import_utils
 
 from safe_loading._core import progress
 from safe_loading._core.interrupts import signals_held, undone
+from safe_loading._core.log import without_records
 from safe_loading._core.thread_patches import answer_no, patched
 from safe_loading._core.walk import hidden_modules, hidden_parts
 from safe_loading._core.workload import Workload
@@ -154,6 +156,8 @@ def _traced(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         maker = FakeTensorMaker(fake)
         mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
+        # torch logs an operation that fails, with the lines of its own code; the error below says it
+        stack.enter_context(without_records("torch", below=logging.CRITICAL))
         try:
             _run(running, workload, where, inputs, mode, maker, job, skipped)
         except Exception as error:
