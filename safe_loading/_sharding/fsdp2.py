@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -45,7 +46,11 @@ def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=policy, reduce_dtype=torch.float32)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    raise ArgumentError(f"mp_policy={policy!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None.")
+    instead = ""
+    if isinstance(policy, MixedPrecision):
+        dtypes = f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}"
+        instead = f": pass MixedPrecisionPolicy({dtypes}), which leaves buffers in their dtype, or version=1"
+    raise ArgumentError(f"mp_policy={policy!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None{instead}.")
 
 
 def offload_policy(policy: object, device: torch.device) -> OffloadPolicy:

@@ -71,6 +71,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "load the base with {}": f"{_WRAP}_fsdp1.py::test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
     },
     "_sharding/fsdp2.py": {
+        "pass MixedPrecisionPolicy(": _SHARDED,
         "pass a bool or an OffloadPolicy": _SHARDED,
         "make it a tensor of one element": _SHARDED,
         "pass it in ignored_params=": _SHARDED,

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
 )
@@ -172,6 +174,14 @@ CASES: dict[str, Case] = {
             lambda f: wrapped(f, reshard_after_forward=False),
             lambda f: wrapped(f, mesh=(1, 1)),
             lambda f: wrapped(f, sharding_strategy=ShardingStrategy.FULL_SHARD, sync_module_states=True),
+        ),
+    ),
+    "a policy of FSDP1": Case(
+        lambda f: wrapped(f, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)),
+        r"pass MixedPrecisionPolicy\(param_dtype=torch\.bfloat16, reduce_dtype=None\), which .*, or version=1\.",
+        (
+            lambda f: wrapped(f, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=None)),
+            lambda f: wrapped(f, version=1, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
         ),
     ),
     "units of FSDP1 that are fetched ahead": Case(
