@@ -117,6 +117,9 @@ def _shape_mismatch(
         f"{_RIGHT_BASE} (for a head: base_kwargs={{'num_labels': ...}}), or correct r and rank_pattern in "
         f"adapter_config.json{', and alpha_pattern with them: peft scales by lora_alpha / rank' if rank else ''}"
     )
+    ranks, beyond = divmod(in_model[0], on_file[0]) if on_file[:1] > [0] else (0, 1)
+    if rank and on_file[1:] == in_model[1:] and not beyond:  # a shard of FSDP2
+        fix = f"{fix}. Save it again, gathered, if these are the rows of one rank of {ranks}"
     return fault("shape-mismatch", f"{file}: {key}", f"{message}{rank}", fix, value.nbytes)
 
 

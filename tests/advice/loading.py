@@ -195,6 +195,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "set {} to false in adapter_config.json if": _MENDED,
         "pass the base that the adapter": _MENDED,
         ", or correct r and rank_pattern": _MENDED,
+        "Save it again, gathered": "loading/test_load_advice.py::test_the_rows_of_one_rank_are_gathered",
         "load it onto a base of its own": f"{_STARTS}test_projections_that_differ_from_the_shared_ones_are_refused",
         "load the base with dtype=": f"{_LOADS}test_the_check_before_the_load_knows_the_dtype",
         "load the base with dtype={} to keep": "loading/test_saved_module_dtype.py::test_the_advice_keeps_it_as_it_is",

@@ -582,6 +582,21 @@ def test_rows_of_a_vocabulary_that_no_file_holds_are_told(tmp_path: Path, tiny_l
     assert load_peft_on_rank(resized, tmp_path).load_report.ok
 
 
+def test_the_rows_of_one_rank_are_gathered(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    """Shards of FSDP2, as ``state_dict`` leaves them: those of two ranks are loaded once they are put together."""
+    whole = load_file(tiny_adapter / "adapter_model.safetensors")
+    ranks = []
+    for rank in range(2):
+        folder = Path(shutil.copytree(tiny_adapter, tmp_path / f"rank {rank}"))
+        part = {key: value.chunk(2)[rank].contiguous() for key, value in whole.items()}
+        save_file(part, folder / "adapter_model.safetensors")
+        with pytest.raises(AdapterError, match=r"Save it again, gathered, if these are the rows of one rank of 2"):
+            load_peft_on_rank(tiny_llama, folder)
+        ranks.append(part)
+    save_file({key: torch.cat([part[key] for part in ranks]) for key in whole}, folder / "adapter_model.safetensors")
+    assert load_peft_on_rank(tiny_llama, folder).load_report.ok
+
+
 def test_a_rank_is_corrected_together_with_its_scaling(tiny_llama: Path, tmp_path: Path) -> None:
     """peft#3737: add_weighted_adapter forgets the rank_pattern, with a scaling of 1 for every rank."""
     base = LlamaForCausalLM.from_pretrained(tiny_llama)
