@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from safe_loading._core.names import PEFT_PREFIX, WRAPPER_PARTS, ancestors, canonical, nearest
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
-Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
+Wrap = Callable[[nn.Module], bool] | ModuleWrapPolicy | type[nn.Module] | str | Collection["type[nn.Module] | str"]
 
 # A list of modules smaller than this fraction of the largest list (a few heads) is not split into units: each would
 # cost a collective and free next to nothing.

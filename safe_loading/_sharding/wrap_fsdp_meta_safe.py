@@ -100,7 +100,8 @@ def wrap_fsdp_meta_safe(
             over its ranks (tensor parallelism, by the plan of the model's class), which must get the same batches; a
             first one named "dp_replicate" then has replicas.
         auto_wrap_policy: The modules that are gathered together: classes, names of classes, patterns of module names,
-            or ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
+            ``fn(module) -> bool``, or torch's policies of layers (``ModuleWrapPolicy``). None takes the layers, and the
+            last norm with the head.
         mp_policy: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced
             in float32).
         offload_policy: Whether the shards stay on the host, or the policy class of that FSDP version.

@@ -153,8 +153,7 @@ def _traced(
         attached = workload.adapter is not None
         widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
         skipped = SkippedLayers(repeated_layers(running) if skip_layers else (), ledger)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        maker = FakeTensorMaker(fake)
+        maker = FakeTensorMaker(FakeTensorMode(allow_non_fake_inputs=True))
         mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
         # torch logs an operation that fails, with the lines of its own code; the error below says it
         stack.enter_context(without_records("torch", below=logging.CRITICAL))
