@@ -20,7 +20,8 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
-Wrap = Callable[[nn.Module], bool] | ModuleWrapPolicy | type[nn.Module] | str | Collection["type[nn.Module] | str"]
+_Choice = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
+Wrap = _Choice | ModuleWrapPolicy
 
 # A list of modules smaller than this fraction of the largest list (a few heads) is not split into units: each would
 # cost a collective and free next to nothing.
@@ -64,7 +65,7 @@ def plan_units(
     tells that a unit becomes one flat tensor (FSDP1), which allows one dtype and one module in a unit.
     """
     modules = dict(walk_modules(model))
-    chosen = _default_modules(model, modules) if wrap is None else _matching_modules(wrap, modules)
+    chosen = _default_modules(model, modules) if wrap is None else _matching_modules(_without_policy(wrap), modules)
     groups: list[tuple[str, ...]] = [
         (name,) for name in _outermost_wrappers(chosen, modules) if _has_parameters(modules[name], ignored)
     ]
@@ -162,15 +163,14 @@ def _calls_its_elements(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
-def _of_torchs_policy(wrap: Any) -> Any:
+def _without_policy(wrap: Any) -> _Choice:
     """Return the classes of layers that a policy of torch's has; other arguments as they are."""
     of_partial = getattr(wrap, "keywords", {}).get("transformer_layer_cls")
     classes = of_partial or getattr(wrap, "_module_classes", None)  # of a ModuleWrapPolicy
-    return tuple(classes) if classes else wrap
+    return tuple(classes) if classes else wrap  # other things are refused below
 
 
-def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
-    wrap = _of_torchs_policy(wrap)
+def _matching_modules(wrap: _Choice, modules: Mapping[str, nn.Module]) -> list[str]:
     if isinstance(wrap, (str, type)):
         wrap = [wrap]
     if not isinstance(wrap, Collection):
