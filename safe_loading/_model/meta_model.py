@@ -243,13 +243,12 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
             f"{' or '.join(config.architectures or [])}, which shares embeddings with its target, and the class of the "
             f"model type {config.model_type!r} is another model. Pass auto_class= to take that class all the same."
         )
-    if not (trust_remote_code and config.__dict__.get("auto_map")):  # else the auto classes would run that code
-        first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
-        for name in (*first, *_AUTO_CLASSES):
-            candidate: ModelClass | None = getattr(transformers, name, None)  # not every version has each
-            if candidate is not None and classes_of(candidate, config):
-                return candidate
-    if config.__dict__.get("auto_map"):
+    first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
+    for name in (*first, *_AUTO_CLASSES):
+        candidate: ModelClass | None = getattr(transformers, name, None)  # not every version has each
+        if candidate is not None and classes_of(candidate, config):
+            return candidate
+    if config.__dict__.get("auto_map") and not trust_remote_code:
         raise ArgumentError(
             f"The config's architectures are {config.architectures}, which transformers does not have; its auto_map "
             f"names code of the repository, {dict(config.auto_map)}. Read it and pass trust_remote_code=True, or pass "

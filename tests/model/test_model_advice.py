@@ -376,6 +376,9 @@ def test_a_type_that_only_another_auto_class_knows_is_made_by_that_class() -> No
     config.auto_map = {"AutoModel": "x.Nobody2"}
     with pytest.raises(ArgumentError, match=r"Read it and pass trust_remote_code=True, or pass auto_class="):
         meta_model(config)
+    config.auto_map = {"AutoConfig": "x.Nobody2"}
+    with pytest.raises(ArgumentError, match=r"Nothing says which class to build: .*Pass auto_class="):
+        meta_model(config, trust_remote_code=True)
     assert type(meta_model(config, AutoModelForKeypointDetection)) is SuperPointForKeypointDetection
 
 
