@@ -118,6 +118,14 @@ def test_moments_of_8_bits_carry_a_statistic_for_each_block() -> None:
     assert state_bytes(rule, (64, 63), 2) == 2 * 4 * 64 * 63  # below 4096 elements bitsandbytes keeps 32 bits
 
 
+def test_moments_of_torchao_are_whole_blocks_or_in_the_dtype_of_the_parameter() -> None:
+    for name, codes, table in (("adamw_torch_8bit", 64 * 128, 1024), ("adamw_torch_4bit", 64 * 64, 64)):
+        rule = OPTIMIZERS[name]
+        assert rule.state_parts((64, 128), 2, of_embedding=True) == [codes, 32 * 4, table] * 2
+        assert rule.state_parts((64, 129), 2, of_embedding=False) == [2 * 64 * 129] * 2  # not a multiple of 256
+        assert rule.state_parts((15, 256), 2, of_embedding=False) == [2 * 15 * 256] * 2  # below 4096
+
+
 def test_it_needs_no_torch() -> None:
     script = "import sys, safe_loading; safe_loading.Workload.train(1, 8); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -93,6 +93,20 @@ def test_moments_are_those_of_the_trainer(name: str, tmp_path: Path) -> None:
     assert predict_memory(model, Workload.train(1, 8, optimizer=name)).components["optimizer"] == kept
 
 
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_moments_of_torchao_are_those_of_the_trainer(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    sizes: dict[str, Any] = {**SIZES, "hidden_size": 64, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, dtype="bfloat16")).bfloat16()
+    arguments = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])
+    optimizer: Any = Trainer(model, arguments).create_optimizer()
+    moments = [optimizer._new_buffer(parameter, signed) for parameter in model.parameters() for signed in (True, False)]
+    parts = [[getattr(each, part) for part in getattr(each, "tensor_attrs", ())] or [each] for each in moments]
+    kept = sum(part.nbytes for each in parts for part in each)
+    assert {len(each) for each in parts} == {1, 3}
+    assert predict_memory(model, Workload.from_training_args(arguments, 8)).components["optimizer"] == kept
+
+
 class Paged(torch.Tensor):
     """Stands for memory of the driver."""
 
