@@ -49,6 +49,7 @@ SMALL_3 = {
     "stage3_param_persistence_threshold": 1_000,
 }
 HOST_3 = {**SMALL_3, "offload_optimizer": True}
+ALL_ON_HOST = {**HOST_3, "offload_param": True}
 CASES = {
     "ZeRO-1": Case(1),
     "ZeRO-1, overlap_comm": Case(1, zero=BOTH),
@@ -65,6 +66,11 @@ CASES = {
     "ZeRO-2, long, checkpointing": Case(2, batch=2, length=512, checkpointing=True),
     "ZeRO-2, offload_optimizer": Case(2, zero=HOST),
     "ZeRO-2, offloaded, accumulated": Case(2, accumulation=2, zero=HOST),
+    "ZeRO-1, round robin": Case(1, zero={**SMALL, "round_robin_gradients": True}),
+    "ZeRO-2, round robin, three ranks": Case(2, ranks=3, zero={**SMALL, "round_robin_gradients": True}),
+    "ZeRO-2, round robin, offloaded, accumulated": Case(
+        2, accumulation=2, zero={**HOST, "round_robin_gradients": True}
+    ),
     "ZeRO-3": Case(3),
     "ZeRO-3, defaults": Case(3, zero={}),
     "ZeRO-3, small": Case(3, zero=SMALL_3),
@@ -80,6 +86,32 @@ CASES = {
     "ZeRO-3, small, LoRA, checkpointing": Case(3, batch=2, length=128, adapter=LORA, checkpointing=True, zero=SMALL_3),
     "ZeRO-3, small, offload_optimizer": Case(3, zero=HOST_3),
     "ZeRO-3, small, offloaded, accumulated": Case(3, accumulation=2, zero=HOST_3),
+    "ZeRO-3, small, offload_param": Case(3, zero=ALL_ON_HOST),
+    "ZeRO-3, small, offload_param, three ranks": Case(3, ranks=3, accumulation=2, zero=ALL_ON_HOST),
+    "ZeRO-3, offload_param, defaults": Case(3, zero={"offload_optimizer": True, "offload_param": True}),
+    "ZeRO-3, small, offload_param, LoRA, checkpointing": Case(
+        3, batch=2, length=128, adapter=LORA, checkpointing=True, zero=ALL_ON_HOST
+    ),
+    "ZeRO-3, small, offload_param, LoRA, four tokens": Case(3, length=4, adapter=LORA, zero=ALL_ON_HOST),
+    "ZeRO-3, small, offload_param, LoRA, four tokens, four ranks": Case(
+        3, ranks=4, length=4, adapter=LORA, zero=ALL_ON_HOST
+    ),
+    "ZeRO-3, small, offload_param alone": Case(3, zero={**SMALL_3, "offload_param": True}),
+    "ZeRO-3, small, float16": Case(3, dtype="float16", zero=SMALL_3),
+    "ZeRO-3, small, float16, offload_optimizer": Case(3, dtype="float16", zero=HOST_3),
+    "ZeRO-3, small, float16, offload_param": Case(3, dtype="float16", zero=ALL_ON_HOST),
+    "ZeRO-3, small, one rank": Case(3, ranks=1, zero=SMALL_3),
+    "ZeRO-3, small, one rank, offload_param": Case(3, ranks=1, zero=ALL_ON_HOST),
+    "ZeRO-3, small, one rank, offload_param, LoRA": Case(
+        3, ranks=1, batch=2, length=128, adapter=LORA, checkpointing=True, zero=ALL_ON_HOST
+    ),
+    "ZeRO-3, small, one rank, LoRA": Case(3, ranks=1, batch=2, length=128, adapter=LORA, zero=SMALL_3),
+    "ZeRO-3, one rank, defaults": Case(3, ranks=1, zero={}),
+    "ZeRO-3, one rank, offload_param, defaults": Case(
+        3, ranks=1, zero={"offload_optimizer": True, "offload_param": True}
+    ),
+    "ZeRO-3, small, one rank, float32, accumulated": Case(3, ranks=1, accumulation=2, dtype="float32", zero=SMALL_3),
+    "ZeRO-3, small, one rank, offload_param alone": Case(3, ranks=1, zero={**SMALL_3, "offload_param": True}),
     "ZeRO-1, trl's head": Case(1, batch=4, length=32, fused_lm_head=True),
     "ZeRO-2, trl's head": Case(2, batch=4, length=32, fused_lm_head=True),
     "ZeRO-2, trl's head, LoRA": Case(2, batch=4, length=32, fused_lm_head=True, adapter=LORA, zero=SMALL),

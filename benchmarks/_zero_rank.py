@@ -95,8 +95,9 @@ def with_head(model: Any, case: Case) -> None:
 
 def _config(case: Case) -> dict[str, Any]:
     zero = {"stage": case.stage, **case.zero}
-    if zero.pop("offload_optimizer", False):
-        zero["offload_optimizer"] = {"device": "cpu"}
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.pop(part, False):
+            zero[part] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": case.accumulation,
@@ -104,6 +105,7 @@ def _config(case: Case) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": case.dtype == "bfloat16"},
+        "fp16": {"enabled": case.dtype == "float16", "initial_scale_power": 0},
         "steps_per_print": 10**9,
     }
 

@@ -20,8 +20,8 @@ class OptimizerRule:
     factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
     paged: bool = False  # whether large moments are in pages that the driver moves to the host
     doubled: bool = False  # whether the first moment is two averages in one tensor
-    table: int = 0  # bytes of the table of values that torchao keeps beside the codes of each moment
-    codes_a_byte: int = 1  # of torchao's
+    table: int = 0  # bytes of the table of values beside the codes of each moment
+    codes_a_byte: int = 1  # where there is a table
 
     def state_parts(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool) -> list[int]:
         """Return the bytes of each tensor of state of one trainable parameter, as they are made; counters are left out.
@@ -31,7 +31,7 @@ class OptimizerRule:
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
         in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
         averages = [2 if self.doubled and place == 0 else 1 for place in range(self.moments)]
-        if self.table:  # of an embedding as of any other, but only whole blocks (torchao.optim, _new_buffer)
+        if self.table:  # of an embedding as of any other, but only whole blocks (_new_buffer of its engine)
             whole = count >= 4096 and count % self.block == 0
             kept = [count // self.codes_a_byte, count // self.block * 4, self.table] if whole else [count * itemsize]
             return kept * self.moments
@@ -58,7 +58,7 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         # torch's own default on an accelerator; its step takes one more copy of the parameters for a while
         "adamw_foreach": OptimizerRule(2, source="torch.optim:AdamW", options=(("foreach", True),)),
         "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
-        # torchao's, as the Trainer makes them; the buffers of their compiled step are not counted
+        # as the Trainer makes them; the buffers of their compiled step are not counted
         "adamw_torch_8bit": OptimizerRule(2, block=256, table=256 * 4),
         "adamw_torch_4bit": OptimizerRule(2, block=256, table=16 * 4, codes_a_byte=2),
         "lion": OptimizerRule(1),

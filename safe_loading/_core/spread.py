@@ -31,6 +31,8 @@ class Zero:
         reduce_bucket_size: How many elements of gradients are reduced at a time.
         overlap_comm: Whether gradients are reduced beside the backward pass, with two such buckets in stages 1 and 2.
         offload_optimizer: Whether the optimizer, its state and the gradients that it reads are on the host.
+        offload_param: Whether the ranks' parts of the parameters are on the host, and come to the card to be gathered.
+        round_robin_gradients: Whether stages 1 and 2 deal the parameters out to the ranks' shares by turns.
         stage3_prefetch_bucket_size: How many elements are gathered ahead at a time.
         stage3_max_live_parameters: How many gathered elements stop ZeRO-3 from gathering ahead.
         stage3_max_reuse_distance: Parameters that are used again within so many elements stay gathered.
@@ -42,6 +44,8 @@ class Zero:
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool = False
     offload_optimizer: bool = False
+    offload_param: bool = False
+    round_robin_gradients: bool = False
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_max_live_parameters: int = 1_000_000_000
     stage3_max_reuse_distance: int = 1_000_000_000
@@ -257,6 +261,7 @@ class Spread:
         overlap_comm: bool | None = None,
         offload_optimizer: bool = False,
         offload_param: bool = False,
+        round_robin_gradients: bool = False,
         stage3_prefetch_bucket_size: int = 50_000_000,
         stage3_max_live_parameters: int = 1_000_000_000,
         stage3_max_reuse_distance: int = 1_000_000_000,
@@ -280,7 +285,8 @@ class Spread:
             overlap_comm: Whether DeepSpeed reduces beside the backward pass, which takes two such buckets in stages 1
                 and 2. None is False for these, and True for stage 3.
             offload_optimizer: True for ``{"device": "cpu"}``. The host's memory is not in the forecast.
-            offload_param: Refused, because it was not held against DeepSpeed.
+            offload_param: True for ``{"device": "cpu"}`` in stage 3, where parts of parameters wait on the host.
+            round_robin_gradients: Whether stages 1 and 2 deal the parameters out to the ranks' shares by turns.
             stage3_prefetch_bucket_size: How many elements are gathered ahead at a time.
             stage3_max_live_parameters: How many gathered elements stop ZeRO-3 from gathering ahead.
             stage3_max_reuse_distance: Parameters that are used again within so many elements stay gathered.
@@ -295,20 +301,27 @@ class Spread:
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise ArgumentError(f"stage={stage!r:.80}: 1, 2 or 3.")
         overlapped = stage == 3 if overlap_comm is None else overlap_comm
-        _flags(overlap_comm=overlapped, offload_optimizer=offload_optimizer, offload_param=offload_param)
+        _flags(
+            overlap_comm=overlapped,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            round_robin_gradients=round_robin_gradients,
+        )
         whole_number(reduce_bucket_size, "reduce_bucket_size", least=1, what="a number of elements")
         options = Zero(
             stage,
             reduce_bucket_size,
             overlapped,
             offload_optimizer,
+            offload_param,
+            round_robin_gradients,
             stage3_prefetch_bucket_size,
             stage3_max_live_parameters,
             stage3_max_reuse_distance,
             stage3_param_persistence_threshold,
             sub_group_size,
         )
-        _check_stage_3(options, ranks, param_dtype, offload_param=offload_param)
+        _check_stage(options)
         return Spread(ranks, param_dtype=param_dtype, kind="zero", deepspeed=options)
 
     @staticmethod
@@ -386,26 +399,18 @@ def _sharded(replicas: int, **dtypes: str | None) -> None:
             raise ArgumentError(f"{name}={dtype!r:.80}: one of {list(DTYPES)}, or None.")
 
 
-def _check_stage_3(options: Zero, ranks: int, param_dtype: str | None, *, offload_param: bool) -> None:
-    """Refuse the settings of ZeRO-3 that are none, are given to another stage, or were not held against DeepSpeed."""
+def _check_stage(options: Zero) -> None:
+    """Refuse settings that are none, or that the stage does not have."""
     default = vars(Zero(options.stage))
     given = {name: value for name, value in vars(options).items() if name.startswith(("stage3_", "sub_group"))}
     for name, value in given.items():
         whole_number(value, name, least=0, what="a number of elements")
+    given["offload_param"] = options.offload_param
     changed = [f"{name}={value}" for name, value in given.items() if value != default[name]]
+    if options.stage == 3 and options.round_robin_gradients:
+        raise ArgumentError("round_robin_gradients=True is a setting of stages 1 and 2, and stage=3 has it not.")
     if options.stage != 3 and changed:
         raise ArgumentError(f"These are settings of stage 3, and stage={options.stage} has none of them:", changed)
-    problems = []
-    if offload_param:
-        problems.append("offload_param=True: when parameters come from the host is not known here.")
-    if options.stage == 3 and param_dtype == "float16":
-        problems.append('param_dtype="float16": a step with fp16\'s search for overflows was not measured.')
-    if options.stage == 3 and ranks == 1:
-        problems.append("ranks=1: DeepSpeed then gathers nothing, which was not measured.")
-    if problems:
-        raise ArgumentError(
-            "ZeRO-3 is not forecast so. Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be:", problems
-        )
 
 
 def _flags(**flags: object) -> None:

@@ -371,7 +371,6 @@ _SIZES_OF_3 = (*_BY_HIDDEN_SIZE, "stage3_max_live_parameters", "stage3_max_reuse
 _HELD: dict[str, object] = {  # what was held against DeepSpeed, which are its defaults
     "zero_optimization.contiguous_gradients": True,
     "zero_optimization.reduce_scatter": True,
-    "zero_optimization.round_robin_gradients": False,
     "zero_optimization.parameter_alignment": False,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
@@ -399,8 +398,14 @@ def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, 
         problems.append("zero_optimization has stage=0, DeepSpeed's own data parallelism: forecast Spread.ddp(ranks).")
     if "overlap_comm" in given:
         options["overlap_comm"] = given["overlap_comm"]
-    for part, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
-        options[part] = (given.get(part) or {}).get("device", "none") != "none" or bool(given.get(old))
+    offloaded = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}  # and the old names
+    for part, old in offloaded.items() if options["stage"] == 3 else [("offload_optimizer", "cpu_offload")]:
+        device = (given.get(part) or {}).get("device", "none")
+        options[part] = device != "none" or bool(given.get(old))
+        if device == "nvme" and part == "offload_param":
+            problems.append('offload_param.device=nvme: only "cpu" was held against DeepSpeed. Forecast that.')
+    if options["stage"] != 3:
+        options["round_robin_gradients"] = bool(given.get("round_robin_gradients"))
     for name in _SIZES_OF_3 if options["stage"] == 3 else _SIZES:
         value = _said_to_deepspeed(given, name)
         if value == "auto" and hidden_size is None:

@@ -174,7 +174,7 @@ class Workload:
                 ``"adafactor"``, ``"none"``; others by the Trainer's names, such as ``"lion_8bit"``,
                 ``"paged_lion_32bit"``, ``"ademamix"`` and ``"schedule_free_adamw"``; or a class such as
                 ``torch.optim.AdamW``, made with its default options. Of a paged optimizer only what is in no page is
-                counted, and of torchao's (``"adamw_torch_8bit"``, ``"adamw_torch_4bit"``) nothing of their step.
+                counted, and of ``"adamw_torch_8bit"`` and ``"adamw_torch_4bit"`` their state alone.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``, and copy what it
                 returns to float32, as accelerate and the Trainer's ``bf16=True`` do.

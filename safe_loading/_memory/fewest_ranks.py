@@ -23,7 +23,6 @@ from .forecast.report import MemoryForecast
 from .forecast.search import ForecastSearch
 from .predict_memory import predict_memory
 from .trace.read_adapter import with_read_adapter
-from .trace.zero3_step import is_stage_3
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +60,7 @@ def fewest_ranks(
 
     Returns:
         The forecast; ``len(forecast.ranks)`` is the number of ranks. The least number is one rank under the same
-        engine, and two for ZeRO-3.
+        engine.
 
     Raises:
         DeviceMapInfeasible: No number up to ``most`` does.
@@ -69,8 +68,7 @@ def fewest_ranks(
         TraceError: As for `predict_memory`.
     """
     _refuse_what_is_whole(spread)
-    least = 2 if is_stage_3(spread) else 1
-    whole_number(most, "most", least=least, what="a number of ranks")
+    whole_number(most, "most", least=1, what="a number of ranks")
     memory = card_memory(max_memory, cast("dict[str, Any]", options))
     read = with_read_adapter(workload) if isinstance(workload, Workload) else workload
 
@@ -78,7 +76,7 @@ def fewest_ranks(
         return predict_memory(model, read, spread=replace(spread, ranks=ranks), **options)
 
     search = ForecastSearch(forecast, memory, Curve(memory, first=2, scale=as_share))
-    fewest = search.first_that_fits(least - 1, most + 1)
+    fewest = search.first_that_fits(0, most + 1)
     if fewest > most:
         raise _too_large(search.made[most], memory, most)
     logger.info("%d forecasts to find that %d ranks do", len(search.made), fewest)

@@ -22,6 +22,7 @@ BUCKET = {"reduce_bucket_size": 2_000_000}
 SMALL = {"reduce_bucket_size": 500_000}
 SHORT: dict[str, Any] = {"rows": 4, "tokens": 32}
 HOST = {**SMALL, "offload_optimizer": True}
+TURNS = {"round_robin_gradients": True}
 # The most bytes that a rank had asked of torch's allocator, less the workspaces of cuBLAS: DeepSpeed 0.19.8, torch 2.13
 # over simulated H100s, by benchmarks/zero_on_cuda.py.
 SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -40,6 +41,9 @@ SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "ZeRO-2 offloaded": (23394100, {}, {"stage": 2, **HOST}),
     "ZeRO-2 accumulated": (54402392, {"steps": 2}, {"stage": 2, **BUCKET}),
+    "ZeRO-1 by turns": (53581904, {}, {"stage": 1, **SMALL, **TURNS}),
+    "ZeRO-2 by turns, three ranks": (39011152, {}, {"stage": 2, "ranks": 3, **SMALL, **TURNS}),
+    "ZeRO-2 by turns, offloaded, accumulated": (23395380, {"steps": 2}, {"stage": 2, **HOST, **TURNS}),
     "ZeRO-1, trl's head": (54934708, {**SHORT, "head": True}, {"stage": 1, **BUCKET}),
     "ZeRO-2, trl's head, LoRA": (20818100, {**SHORT, "head": True, "adapter": LORA}, {"stage": 2, **SMALL}),
     "ZeRO-2, Liger's head": (53781328, {**SHORT, "head": "liger"}, {"stage": 2, **BUCKET}),
@@ -69,10 +73,13 @@ def test_stage_1_keeps_whole_gradients_until_the_last_micro_batch() -> None:
 
 
 def test_a_part_of_each_rank() -> None:
-    assert parts_of_ranks([3, 5], 2) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
-    held = parts_of_ranks([10, 1, 7], 4)  # 18 elements in four shares of 6, which leaves 6 of padding
+    two, three, four = (Spread.zero(ranks, stage=2) for ranks in (2, 3, 4))
+    assert parts_of_ranks([3, 5], two) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    held = parts_of_ranks([10, 1, 7], four)  # 18 elements in four shares of 6, which leaves 6 of padding
     assert [sum(part.stop - part.start for part in parts) for parts in held] == [6, 6, 6, 0]
-    assert [len(parts_of_ranks([], 3)), parts_of_ranks([2], 3)] == [3, [[(0, 0, 2)], [], []]]
+    assert [len(parts_of_ranks([], three)), parts_of_ranks([2], three)] == [3, [[(0, 0, 2)], [], []]]
+    by_turns = Spread.zero(2, stage=2, round_robin_gradients=True)
+    assert parts_of_ranks([4, 1, 2, 3], by_turns) == [[(0, 0, 4), (2, 0, 2)], [(1, 0, 1), (3, 0, 3)]]
 
 
 def test_what_is_shared_out() -> None:

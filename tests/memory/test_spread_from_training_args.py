@@ -153,13 +153,29 @@ def test_names_that_deepspeed_takes_too(tmp_path: Path) -> None:
     )
     offloaded = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert Spread.from_training_args(offloaded, 2) == Spread.zero(2, stage=2, offload_optimizer=True)
+    by_turns = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
+    assert Spread.from_training_args(by_turns, 2) == Spread.zero(2, stage=2, round_robin_gradients=True)
+
+
+def test_parameters_on_the_host(tmp_path: Path) -> None:
+    """As in the files for ZeRO-3 of LLaMA-Factory and axolotl; the other stages have their parameters on the card."""
+    host: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    for stage, parameters in ((2, False), (3, True)):
+        args = under_deepspeed(tmp_path, {"zero_optimization": {"stage": stage, **host}})
+        job = Spread.zero(2, stage=stage, offload_optimizer=True, offload_param=parameters)
+        assert Spread.from_training_args(args, 2) == job
+    old = {"stage": 3, "cpu_offload_param": True}
+    job = Spread.from_training_args(under_deepspeed(tmp_path, {"zero_optimization": old}), 2)
+    assert job == Spread.zero(2, stage=3, offload_param=True)
+    disk = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    with pytest.raises(ArgumentError, match=r"offload_param\.device=nvme"):
+        Spread.from_training_args(disk, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "section"),
     [
         ("zero_optimization.zero_quantized_weights=True", {"zero_optimization": {"zero_quantized_weights": True}}),
-        ("zero_optimization.round_robin_gradients=True", {"zero_optimization": {"round_robin_gradients": True}}),
         ("zero_optimization.offload_optimizer.ratio=0.3", {"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}),
         ("tensor_parallel.autotp_size=2", {"tensor_parallel": {"autotp_size": 2}}),
         ("torch_autocast.enabled=True", {"torch_autocast": {"enabled": True}}),

@@ -125,7 +125,7 @@ def ranks_alike(
         elif spread.kind == "zero":
             if spread.param_dtype is None:
                 one_dtype(trained)
-            held = real_elements(trained, spread) if is_stage_3(spread) else alike_parts(trained, spread.ranks)
+            held = real_elements(trained, spread) if is_stage_3(spread) else alike_parts(trained, spread)
         elif spread.kind == "fsdp1":
             held = trained_by_rank(running, spread)
         else:

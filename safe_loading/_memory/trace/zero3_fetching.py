@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,13 +39,23 @@ def elements_of_rank(rank: int, count: int, ranks: int) -> int:
 class Held:
     """A parameter of which each rank holds a part; all of it is there only while it is gathered."""
 
-    def __init__(self, parameter: torch.nn.Parameter, place: int, ranks: int, persists: bool) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, place: int, ranks: int, persists: bool, on_host: bool) -> None:
         self.parameter, self.place, self.persists = parameter, place, persists
+        self.on_host = on_host  # whether the parts are
+        self.part: torch.Tensor | None = None  # this rank's
         self.shape, self.count = parameter.shape, parameter.numel()
         self.size = part_size(self.count, ranks)
         self.component: Component = "weights"
         self.active: set[int] = set()  # the modules that use it now
         self.state = "whole"  # or "coming" or "apart"
+
+    def brought(self, ledger: Ledger) -> torch.Tensor | None:
+        """Return the copy of this rank's part on the card, where the part itself is on the host."""
+        if not self.on_host:
+            return None
+        copy = torch.empty(self.size, dtype=self.parameter.dtype, device=self.parameter.device)
+        ledger.classify(copy, self.component, op="zero.part")
+        return copy
 
     def free(self) -> None:
         """Leave the parameter without data."""
@@ -59,8 +69,12 @@ class _Gathering:
     def __init__(self, held: list[Held], ranks: int, ledger: Ledger) -> None:
         self._held, self._ledger, self._done = held, ledger, False
         self._flat: list[torch.Tensor] = []
-        if len(held) == 1:
-            gather_alone(held[0], ranks, ledger)
+        self._sent: torch.Tensor | None = None
+        if ranks == 1:
+            for one in held:
+                _bring_whole(one, ledger)
+        elif len(held) == 1:
+            self._sent = gather_alone(held[0], ranks, ledger)
         else:
             sizes: dict[torch.dtype, int] = {}
             for one in held:
@@ -68,6 +82,8 @@ class _Gathering:
             for dtype in sorted(sizes, key=str):
                 self._flat.append(torch.empty(sizes[dtype], dtype=dtype, device=held[0].parameter.device))
                 ledger.classify(self._flat[-1], "weights", op="zero.gathered")
+                parts = [one.brought(ledger) for one in held if one.parameter.dtype == dtype]  # copied into it
+                del parts
         for one in held:
             one.state = "coming"
 
@@ -75,6 +91,7 @@ class _Gathering:
         """Have all of them whole. The buffer stays for as long as one of them has not been asked for."""
         if self._done:
             return
+        self._sent = None
         for one in self._held:
             if self._flat:
                 parameter = one.parameter
@@ -84,8 +101,21 @@ class _Gathering:
         self._done = True
 
 
-def gather_alone(held: Held, ranks: int, ledger: Ledger) -> None:
-    """Gather a parameter into a buffer of its own, of which the parameter is a view."""
+def gather_alone(held: Held, ranks: int, ledger: Ledger) -> torch.Tensor | None:
+    """Gather a parameter into a buffer of its own; return the copy of this rank's part that is sent meanwhile."""
+    _receive(held, ranks, ledger)
+    return held.brought(ledger)
+
+
+def _bring_whole(held: Held, ledger: Ledger) -> None:
+    """Make a parameter its only part, or the copy of it on the card, since one rank gathers nothing."""
+    whole = held.part if held.part is not None and not held.on_host else held.brought(ledger)
+    held.parameter.data = cast("torch.Tensor", whole).view(held.shape)
+    held.state = "whole"
+
+
+def _receive(held: Held, ranks: int, ledger: Ledger) -> None:
+    """Make a parameter a view of a buffer of its own, which has place for the parts of all ranks."""
     parameter = held.parameter
     buffer = torch.empty(held.size * ranks, dtype=parameter.dtype, device=parameter.device)
     ledger.classify(buffer, held.component, op="zero.gathered")
@@ -326,9 +356,15 @@ class Fetching:
     @torch.no_grad()
     def gather_persistent(self) -> None:
         """Gather the parameters that stay whole from one step to the next."""
-        for held in self._held.values():
-            if held.persists and held.state == "apart":
-                gather_alone(held, self._ranks, self._ledger)
+        apart = [held for held in self._held.values() if held.persists and held.state == "apart"]
+        if self._ranks == 1 and len(apart) > 1:
+            for held in apart:
+                _bring_whole(held, self._ledger)
+            return
+        parts = [held.brought(self._ledger) for held in apart]
+        for held in apart:
+            _receive(held, self._ranks, self._ledger)
+        del parts
 
 
 class _Parameters(dict[str, "torch.nn.Parameter | None"]):

@@ -63,7 +63,6 @@ class PartitionedParameters(DeepSpeedParameters):
     def _hold(self, model: torch.nn.Module) -> list[Held]:
         """Return the record of each parameter, and allocate this rank's parts of those that are frozen."""
         held: list[Held] = []
-        self._frozen: list[torch.Tensor] = []
         for place, parameter in enumerate(model.parameters()):
             if not parameter.is_floating_point():
                 raise TraceError(
@@ -71,26 +70,31 @@ class PartitionedParameters(DeepSpeedParameters):
                     f"DeepSpeed was not seen to train such a model. Spread.zero(ranks, stage=2) can be forecast."
                 )
             persists = parameter.numel() <= self._zero.stage3_param_persistence_threshold
-            one = Held(parameter, place, self._ranks, persists)
+            one = Held(parameter, place, self._ranks, persists, self._zero.offload_param)
             allocation = self._ledger.allocation_of(parameter)
             if allocation is not None:
                 one.component = allocation.component
             if not parameter.requires_grad:
-                part = torch.empty(one.size, dtype=parameter.dtype, device=parameter.device)
+                where = fake_device("cpu") if one.on_host else parameter.device
+                part = torch.empty(one.size, dtype=parameter.dtype, device=where)
                 self._ledger.classify(part, one.component, op="zero.part")
-                self._frozen.append(part)
+                one.part = part
             held.append(one)
         return held
 
     def _lay_out(self) -> None:
         """Allocate the flat tensors: this rank's parts, their copies in float32 and their gradients, and the bucket."""
         self._groups = self._sub_groups()
-        total = sum(one.size for one in self._trained)
+        sizes = [one.size for one in self._trained]
+        total = sum(sizes)
         device = self.parameters[0].device if self.parameters else fake_device(0)
         where = fake_device("cpu") if self._zero.offload_optimizer else device
-        self._flat = torch.empty(total, dtype=self._dtype, device=device)
+        at_rest = fake_device("cpu") if self._zero.offload_param else device
+        self._flat = torch.empty(total, dtype=self._dtype, device=at_rest)
         only_adapters = {one.component for one in self._trained} == {"adapters"}
         self._ledger.classify(self._flat, "adapters" if only_adapters else "weights", op="zero.flat")
+        for one, part in zip(self._trained, torch.split(self._flat, sizes), strict=True):
+            one.part = part
         self._masters = [
             torch.nn.Parameter(torch.empty(sum(one.size for one in group), dtype=torch.float32, device=where))
             for group in self._groups
@@ -102,7 +106,7 @@ class PartitionedParameters(DeepSpeedParameters):
             self._ledger.classify(made, "optimizer")
         for made in (self._bucket, self._gradient):
             self._ledger.classify(made, "gradients")
-        self._gradients = list(torch.split(self._gradient, [one.size for one in self._trained]))
+        self._gradients = list(torch.split(self._gradient, sizes))
 
     def _sub_groups(self) -> list[list[Held]]:
         groups: list[list[Held]] = []
@@ -226,7 +230,10 @@ class PartitionedParameters(DeepSpeedParameters):
                 del gradient
             if optimizer is not None:
                 optimizer.step()
-            self._flat.narrow(0, start, master.numel()).copy_(master)
+            # torch casts a tensor of the card before it copies it to the host
+            updated = master.to(self._dtype) if self._zero.offload_param else master
+            self._flat.narrow(0, start, master.numel()).copy_(updated)
+            del updated
             master.grad = None
             start += master.numel()
 

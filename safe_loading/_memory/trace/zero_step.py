@@ -32,14 +32,22 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts_of_ranks(sizes: list[int], ranks: int) -> list[list[Part]]:
+def flat_order(count: int, spread: Spread) -> list[int]:
+    """Return the places of so many parameters in the order in which they lie in the flat tensor."""
+    step = spread.ranks if spread.deepspeed is not None and spread.deepspeed.round_robin_gradients else 1
+    return [place for first in range(step) for place in range(first, count, step)]
+
+
+def parts_of_ranks(sizes: list[int], spread: Spread) -> list[list[Part]]:
     """Return for each rank its parts, when parameters of these sizes lie one after the other and are cut evenly."""
+    ranks, order = spread.ranks, flat_order(len(sizes), spread)
     share = padded(sum(sizes), _ALIGNED_TO * ranks) // ranks
-    ends = list(itertools.accumulate(sizes))
+    ends = list(itertools.accumulate(sizes[place] for place in order))
     parts: list[list[Part]] = []
     for first in range(0, share * ranks, share or 1):
         held = []
-        for place, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        for place, end in zip(order, ends, strict=True):
+            size = sizes[place]
             start, stop = max(first, end - size), min(first + share, end)
             if start < stop:
                 held.append(Part(place, start - (end - size), stop - (end - size)))
@@ -47,12 +55,12 @@ def parts_of_ranks(sizes: list[int], ranks: int) -> list[list[Part]]:
     return parts or [[]] * ranks
 
 
-def alike_parts(parameters: list[torch.nn.Parameter], ranks: int) -> dict[int, tuple[int, ...]]:
+def alike_parts(parameters: list[torch.nn.Parameter], spread: Spread) -> dict[int, tuple[int, ...]]:
     """Return for each rank the sizes of its parts and of their parameters: the same sizes take the same memory."""
     sizes = [parameter.numel() for parameter in parameters]
     return {
         rank: tuple(size for part in own for size in (sizes[part.place], part.stop - part.start))
-        for rank, own in enumerate(parts_of_ranks(sizes, ranks))
+        for rank, own in enumerate(parts_of_ranks(sizes, spread))
     }
 
 
@@ -126,7 +134,8 @@ class ZeroParameters(DeepSpeedParameters):
         self._scaled_norm: torch.Tensor | None = None
         self._last = True
         sizes = [parameter.numel() for parameter in parameters]
-        self._parts = parts_of_ranks(sizes, spread.ranks)
+        self._order = flat_order(len(sizes), spread)
+        self._parts = parts_of_ranks(sizes, spread)
         self._own = {part.place: part for part in self._parts[rank]}
         self._share = padded(sum(sizes), _ALIGNED_TO * spread.ranks) // spread.ranks
         self._master: torch.nn.Parameter | None = None
@@ -147,7 +156,7 @@ class ZeroParameters(DeepSpeedParameters):
         flat = torch.empty(count, dtype=self._dtype, device=self.parameters[0].device)
         self._ledger.classify(flat, "adapters" if only_adapters else "weights", op="zero.flat")
         start = 0
-        for parameter in self.parameters:
+        for parameter in (self.parameters[place] for place in self._order):
             parameter.data = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             start += parameter.numel()
         self._flat = flat
