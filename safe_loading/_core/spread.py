@@ -84,6 +84,7 @@ class Spread:
         wrapped_by: Who chooses the units of FSDP: ``"safe_loading"`` or ``"accelerate"``.
         backward_prefetch: When FSDP1 gathers the next unit in the backward pass; None as its wrapper does by default.
         forward_prefetch: Whether FSDP1 gathers the next unit before one runs in the forward pass.
+        use_orig_params: Whether FSDP1's optimizer has the parameters themselves, or a flat one of each unit.
     """
 
     ranks: int
@@ -103,6 +104,7 @@ class Spread:
     wrapped_by: Wrapper = "safe_loading"
     backward_prefetch: str | None = None
     forward_prefetch: bool = False
+    use_orig_params: bool = True
 
     @staticmethod
     def fsdp2(
@@ -155,8 +157,9 @@ class Spread:
         wrapped_by: Wrapper = "safe_loading",
         backward_prefetch: str | None = None,
         forward_prefetch: bool = False,
+        use_orig_params: bool = True,
     ) -> Spread:
-        """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
+        """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe`.
 
         For an adapter in another dtype than its base these are the units of accelerate and peft, too: each layer, each
         matrix of the adapter, and the rest in the root.
@@ -179,6 +182,8 @@ class Spread:
             backward_prefetch: ``"backward_pre"``, ``"backward_post"`` or ``"no_prefetch"``, as in ``fsdp_config`` or in
                 accelerate's file. None for torch's default, the first, and under accelerate for its own, the last.
             forward_prefetch: As in ``fsdp_config`` or in accelerate's file.
+            use_orig_params: False for a flat parameter of each unit, of which all is trained or all is frozen: the
+                default of accelerate's file, but neither of the Trainer nor of `wrap_fsdp_meta_safe`.
 
         Raises:
             ArgumentError: A number that is not a positive integer, an unknown dtype or wrapper, or what FSDP1 does not
@@ -187,7 +192,8 @@ class Spread:
         ranks = _number_of(ranks)
         _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         flags = {"reshard_after_forward": reshard_after_forward, "shard": shard, "cpu_offload": cpu_offload}
-        _flags(**flags, sync_each_batch=sync_each_batch, forward_prefetch=forward_prefetch)
+        flags |= {"forward_prefetch": forward_prefetch, "use_orig_params": use_orig_params}
+        _flags(**flags, sync_each_batch=sync_each_batch)
         if not shard and (replicas > 1 or not reshard_after_forward or ranks == 1):
             raise ArgumentError(
                 "shard=False is NO_SHARD, for two ranks or more: leave out replicas and reshard_after_forward."
@@ -210,6 +216,7 @@ class Spread:
             wrapped_by=_wrapper(wrapped_by),
             backward_prefetch=_prefetch(backward_prefetch),
             forward_prefetch=forward_prefetch,
+            use_orig_params=use_orig_params,
         )
 
     @staticmethod
@@ -408,7 +415,7 @@ def _check_stage(options: Zero) -> None:
     given["offload_param"] = options.offload_param
     changed = [f"{name}={value}" for name, value in given.items() if value != default[name]]
     if options.stage == 3 and options.round_robin_gradients:
-        raise ArgumentError("round_robin_gradients=True is a setting of stages 1 and 2, and stage=3 has it not.")
+        raise ArgumentError("round_robin_gradients=True is a setting of stages 1 and 2, and stage=3 does not have it.")
     if options.stage != 3 and changed:
         raise ArgumentError(f"These are settings of stage 3, and stage={options.stage} has none of them:", changed)
 

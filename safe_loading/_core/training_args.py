@@ -338,14 +338,13 @@ class _Fsdp:
         strategy = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}.get(strategy, strategy)
         if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
             problems.append(f"sharding_strategy={strategy}: pass Spread.fsdp1(ranks of a machine, replicas=machines).")
-        if not self._flag("use_orig_params", "USE_ORIG_PARAMS"):
-            problems.append("use_orig_params=False: a forecast has True, as the Trainer: set it so for the forecast.")
         prefetch = str(self._said("backward_prefetch", "BACKWARD_PREFETCH", "NO_PREFETCH")).lower()
         return {
             "reshard_after_forward": strategy != "SHARD_GRAD_OP",
             "shard": strategy != "NO_SHARD",
             "backward_prefetch": None if prefetch == "no_prefetch" else prefetch,
             "forward_prefetch": self._flag("forward_prefetch", "FORWARD_PREFETCH"),
+            "use_orig_params": self._flag("use_orig_params", "USE_ORIG_PARAMS"),
         }
 
     def _said(self, name: str, variable: str, default: object) -> Any:

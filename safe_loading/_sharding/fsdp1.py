@@ -90,6 +90,7 @@ def wrap(
     reshard_after_forward: bool | int | None,
     *,
     shard: bool = True,
+    use_orig_params: bool = True,
 ) -> FullyShardedDataParallel:
     """Wrap each unit while it is on meta, and give one unit at a time memory: its flat parameter's, and no values.
 
@@ -115,7 +116,7 @@ def wrap(
             param_init_fn=_without_memory(device),
             device_id=device,  # for the CPU too: without it FSDP1 looks for an accelerator, and raises if there is none
             sync_module_states=False,
-            use_orig_params=True,
+            use_orig_params=use_orig_params,
             ignored_states=list(ignored) or None,
             device_mesh=mesh,
         )

@@ -69,7 +69,6 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass the tokens of both": _ARGS,
         "pass all of them": f"{_JOBS}::test_groups_of_ranks_that_hold_the_model_each",
         "leave it out": f"{_JOBS}::test_settings_of_accelerates_file_that_no_forecast_has",
-        "set it so for the forecast": f"{_JOBS}::test_the_variables_of_accelerate_launch",
         "Leave it out of a copy": f"{_JOBS}::test_settings_of_deepspeeds_that_were_not_held_against_it",
         "pass Spread.fsdp1(": f"{_JOBS}::test_the_variables_of_accelerate_launch",
         "pass hidden_size=": f"{_JOBS}::test_deepspeeds_settings_are_filled_in_as_transformers_does",

@@ -130,6 +130,10 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/forecast/report.py": {
         "Call predict_memory here": "memory/test_forecast_suggestions.py::test_a_forecast_keeps_no_model_alive"
     },
+    "_memory/trace/flat_sharded_step.py": {
+        "Pass use_orig_params=True": "memory/test_forecast_flat_shards.py::"
+        "test_flat_parameters_are_trained_whole_or_not_at_all",
+    },
     "_memory/trace/read_adapter.py": {
         "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload",
     },

@@ -57,6 +57,7 @@ STEP = """
         wrapped = fsdp1.wrap(
             model, plan_units(model, flat=True), mesh, torch.device("cpu"), MixedPrecision(**dtypes), None, (),
             options.get("reshard_after_forward", True), shard=options.get("shard", True),
+            use_orig_params=options.get("use_orig_params", True),
         )
         if "backward_prefetch" in options:
             fsdp1.set_prefetching(
@@ -103,11 +104,26 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"ranks": 2, "lora": True},
     "lora, mixed precision": {"ranks": 3, "lora": True, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "accumulated": {"ranks": 2, "gradient_accumulation_steps": 2},
+    "flat parameters": {"ranks": 3, "use_orig_params": False},
+    "flat parameters, kept, mixed precision": {
+        "ranks": 2,
+        "use_orig_params": False,
+        "param_dtype": "bfloat16",
+        "reshard_after_forward": False,
+    },
+    "flat parameters, checkpointed, accumulated": {
+        "ranks": 2,
+        "use_orig_params": False,
+        "checkpointing": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "flat parameters, not sharded": {"ranks": 2, "use_orig_params": False, "shard": False},
     "not sharded": {"ranks": 2, "shard": False},
     "not sharded, mixed precision": {"ranks": 2, "shard": False, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "not sharded, accumulated": {"ranks": 2, "shard": False, "gradient_accumulation_steps": 2},
 }
 OF_DEFAULT = (
+    "flat parameters, checkpointed, accumulated",
     "three, uneven",
     "kept",
     "mixed precision",
@@ -222,6 +238,17 @@ def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
     assert main(command) == 2
     assert "--gpus" in capsys.readouterr().err
+
+
+def test_flat_parameters_are_trained_whole_or_not_at_all() -> None:
+    step = Workload.train(2, 48, adapter=LoraConfig(**LORA))
+    apart = Spread.fsdp1(3, use_orig_params=False, wrapped_by="accelerate")
+    assert set(predict_memory(on_meta(), step, spread=apart).ranks) == {0, 1, 2}
+    for way in (Spread.fsdp1(3), Spread.fsdp1(3, wrapped_by="accelerate")):
+        predict_memory(on_meta(), step, spread=way)
+    words = r"Pass use_orig_params=True, or(.|\n)*layers.0: 4 of 13 parameters are trained"
+    with pytest.raises(ArgumentError, match=words):
+        predict_memory(on_meta(), step, spread=Spread.fsdp1(3, use_orig_params=False))
 
 
 def test_what_is_refused() -> None:

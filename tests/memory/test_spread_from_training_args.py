@@ -243,9 +243,10 @@ def test_the_variables_of_accelerate_launch(launched: Launched) -> None:
         **half,
     )
     with pytest.raises(ArgumentError) as refused:
-        launched("--fsdp_use_orig_params", "false", "--fsdp_sharding_strategy", "HYBRID_SHARD")
+        launched("--fsdp_sharding_strategy", "HYBRID_SHARD")
     assert "pass Spread.fsdp1(ranks of a machine, replicas=machines)" in str(refused.value)
-    assert "use_orig_params=False" in str(refused.value)
+    flat = launched("--fsdp_use_orig_params", "false", "--fsdp_sharding_strategy", "FULL_SHARD")[0]
+    assert flat == Spread.fsdp1(2, use_orig_params=False, **half)
 
 
 TWO = ("--fsdp_version", "2")

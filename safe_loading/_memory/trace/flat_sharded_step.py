@@ -78,8 +78,10 @@ class FlatShardedParameters(TrainedParameters):
 def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[int, ...]]:
     """Return for each rank how much it trains of each unit: ranks of the same amounts allocate the same.
 
-    Torch aligns the parameters inside a unit to 16 bytes, which is left out.
+    Torch aligns the parameters inside a unit to 16 bytes, which is left out. Of flat parameters each rank has as much.
     """
+    if not spread.use_orig_params:
+        return dict.fromkeys(range(spread.ranks), ())
     named = {canonical(name): parameter for name, parameter in model.named_parameters()}
     trained: dict[int, list[int]] = {rank: [] for rank in range(spread.ranks)}
     for unit in _units_of(model, spread):
@@ -126,13 +128,16 @@ def flat_sharded(
     problems = fsdp1.check([found for found in inventory(model) if not found.is_buffer])
     if problems:
         raise ArgumentError("FSDP1 cannot shard this model:", problems)
+    if not spread.use_orig_params:
+        _refuse_mixed_units(model, _units_of(model, spread))
     policy = MixedPrecision(param_dtype=dtype_named(spread.param_dtype), reduce_dtype=dtype_named(spread.reduce_dtype))
     offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
 
     def wrap(module: torch.nn.Module) -> FullyShardedDataParallel:
         units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
-        made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, shard=spread.shard)
+        options = {"shard": spread.shard, "use_orig_params": spread.use_orig_params}
+        made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, **options)
         # by default torch fetches ahead in the backward pass, and accelerate nothing
         prefetch = spread.backward_prefetch or ("no_prefetch" if spread.wrapped_by == "accelerate" else "backward_pre")
         fsdp1.set_prefetching(made, backward=BACKWARD_PREFETCH[prefetch], forward=spread.forward_prefetch)
@@ -142,6 +147,24 @@ def flat_sharded(
     # which tells the device by its type, and so drops its number
     with _storages_seen(ledger), patched(_init_utils, "_get_compute_device", lambda *_, **__: device):
         yield wrap(model), None if reference is None else wrap(reference)
+
+
+def _refuse_mixed_units(model: torch.nn.Module, units: tuple[ShardingUnit, ...]) -> None:
+    """Refuse units that train some of their parameters, of which FSDP1 makes no flat parameter of its optimizer."""
+    trained = {canonical(name): parameter.requires_grad for name, parameter in model.named_parameters()}
+    mixed = [
+        f"{name or 'the root'}: {sum(of_unit)} of {len(of_unit)} parameters are trained"
+        for name, of_unit in (
+            (unit.modules[0], [trained[each] for each in unit.parameters if each in trained]) for unit in units
+        )
+        if len(set(of_unit)) > 1
+    ]
+    if mixed:
+        raise ArgumentError(
+            "FSDP1 with use_orig_params=False trains all of a unit or nothing of it. Pass use_orig_params=True, or "
+            'with an adapter wrapped_by="accelerate", whose units are apart:',
+            mixed,
+        )
 
 
 def _classify_shards(model: FullyShardedDataParallel, parts: frozenset[str], ledger: Ledger) -> None:
@@ -157,7 +180,16 @@ def _storages_seen(ledger: Ledger) -> Iterator[None]:
     """Tell the ledger when FSDP1 resizes a storage, and answer FSDP1's questions about addresses."""
     resizing = seen_here(_flat_param, "_alloc_storage"), seen_here(_flat_param, "_free_storage")
     alloc_storage, free_storage = resizing_seen(ledger, *resizing)
+    engines_shard = seen_here(_flat_param.FlatParamHandle, "shard")
+
+    def shard(handle: _flat_param.FlatParamHandle) -> None:
+        whole = handle.flat_param.detach()
+        engines_shard(handle)
+        if handle.uses_sharded_strategy:  # then its storage is empty, also where views of it live on
+            ledger.release(whole)
+
     with (
+        patched(_flat_param.FlatParamHandle, "shard", shard),
         patched(_flat_param, "_alloc_storage", alloc_storage),
         patched(_flat_param, "_free_storage", free_storage),
         patched(_flat_param, "_same_storage", _share_storage),
