@@ -1,8 +1,9 @@
 """Weights in codes that no transformers reads, as a config or a file beside it says. Imports no torch.
 
-Those of NVIDIA's modelopt (`modelopt`); those of MLX, whose configs say so in ``quantization``; and those of methods
-that transformers has, where something else than ``quantization_config`` names them: ``compression_config``, which vLLM
-reads, or a file of `BESIDE`. transformers makes plain layers, whose weights no file holds.
+Those of NVIDIA's modelopt (`modelopt`); those of MLX, whose configs say so in ``quantization``; those of AutoFP8, whose
+scales have another name; and those of methods that transformers has, where something else than ``quantization_config``
+names them: ``compression_config``, which vLLM reads, or a file of `BESIDE`. transformers makes plain layers, whose
+weights no file holds, or takes the codes for values.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _QUANTIZE_AGAIN = "take the checkpoint in 16 bits that it was made of, and quant
 _OF_QUANTO = "quanto_qmap.json"  # of optimum-quanto's own save_pretrained, which writes nothing into config.json
 _GROUPS = ".weight_g_idx"  # the group of each column
 _INTEGERS = {"I32": "i", "I64": "q"}
+_SCALE, _INVERSE = ".weight_scale", ".weight_scale_inv"  # of AutoFP8; the name that transformers reads under "fp8"
 UNREAD_ENTRIES = ("quantization", "compression_config")  # of configs, which transformers does not read
 
 
@@ -50,7 +52,7 @@ def unread_codes(folder: ModelFolder) -> Finding | None:
     document = folder.files.try_read(folder.path / CONFIG)
     config = {} if isinstance(document, Finding) else document
     if reads_quantization(config):
-        named = _written_by_a_load(folder, config) or _in_another_order(folder, config)
+        named = _written_by_a_load(folder, config) or _of_auto_fp8(folder, config) or _in_another_order(folder, config)
     else:
         named = _named(folder.path / CONFIG, config) or _beside(folder)
     size = None if named is None else bytes_in_codes(folder)
@@ -104,6 +106,37 @@ def _written_by_a_load(folder: ModelFolder, config: JsonObject) -> _Named | None
         _QUANTIZE_AGAIN,
         "transformers quantizes so while it loads, and reads no such codes from files",
     )
+
+
+def _of_auto_fp8(folder: ModelFolder, config: JsonObject) -> _Named | None:
+    """Return the entry of codes in fp8 whose scales have the name that AutoFP8 and vLLM give them.
+
+    transformers passes over those scales. It reads them of the embeddings alone that the config names.
+    """
+    entry, method = named_quantization(config) or ("", "")
+    checkpoint = folder.whole_checkpoint
+    if method != "fp8" or checkpoint is None or any(name.endswith(_INVERSE) for name in checkpoint.tensors):
+        return None
+    codes = [name.removesuffix(".weight") for name, info in checkpoint.tensors.items() if info.dtype == "F8_E4M3"]
+    read = _embeddings_in_fp8(config)
+    found = [name for name in codes if f"{name}{_SCALE}" in checkpoint.tensors and not name.endswith(read)]
+    if not found:
+        return None
+    return _Named(
+        folder.path / CONFIG,
+        f"says in {entry} that the weights are quantized (fp8), and their scales are named as AutoFP8 names them, "
+        f"{_SCALE[1:]}: {listed(found)}",
+        "take the checkpoint in 16 bits that it was made of, whose plan is an upper bound; vLLM reads these codes",
+        f"transformers reads {_INVERSE[1:]} alone, and would take the codes for values, wrongly",
+    )
+
+
+def _embeddings_in_fp8(config: JsonObject) -> tuple[str, ...]:
+    """Return the ends of the names of the embeddings that transformers keeps in fp8."""
+    parts = (config, config.get("text_config"))
+    settings = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+    lists = [each.get("modules_to_convert") for each in settings if isinstance(each, dict)]
+    return tuple(name for names in lists if isinstance(names, list) for name in names if isinstance(name, str))
 
 
 def _in_another_order(folder: ModelFolder, config: JsonObject) -> _Named | None:

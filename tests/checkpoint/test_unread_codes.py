@@ -56,6 +56,12 @@ OF_QUANTO = {"quantization_config": {"quant_method": "quanto", "weights": "int8"
 OF_QMAP = {"model.layers.0.mlp.down_proj": {"weights": "qint8", "activations": "none"}}
 NAME = "model.layers.0.mlp.down_proj.weight"
 OF_DATA = {f"{NAME}._data": torch.zeros(128, 256, dtype=torch.int8)}
+# as AutoFP8 wrote neuralmagic's Meta-Llama-3-8B-Instruct-FP8
+OF_AUTO_FP8 = {
+    "quantization_config": {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
+}
+IN_FP8 = {NAME: torch.zeros(128, 256, dtype=torch.float8_e4m3fn), f"{NAME}_scale": torch.ones(1)}
+EMBEDDING = "model.embed_tokens.weight"
 PACKED = {NAME: torch.zeros(128, 32, dtype=torch.int32)}
 PLAIN = {NAME: torch.zeros(128, 256, dtype=torch.bfloat16)}
 
@@ -82,6 +88,7 @@ def folder_of(path: Path, inside: dict[str, Any], beside: dict[str, Any] | None 
         (OF_QUANTO, None, PACKED, r"\(quanto\); the files take 16.0 KiB.*reads no such codes"),
         ({}, {"quanto_qmap.json": OF_QMAP}, OF_DATA, r"quanto_qmap.json: lists the layers .*; the files take 32.0 KiB"),
         ({"quantization_config": {"quant_method": "nvfp4"}}, None, PACKED, r"\(nvfp4\).* reads no such codes"),
+        (OF_AUTO_FP8, None, IN_FP8, r"\(fp8\), and their scales .*down_proj'; .*reads weight_scale_inv alone"),
     ],
 )
 def test_codes_that_transformers_does_not_read_are_refused_everywhere(
@@ -96,6 +103,16 @@ def test_codes_that_transformers_does_not_read_are_refused_everywhere(
         with pytest.raises(CheckpointError, match=said):
             refused()
     assert "unread-codes" in [finding.code for finding in check_checkpoint(folder).findings]
+
+
+def test_scales_in_fp8_that_transformers_reads_are_left_to_it(tmp_path: Path) -> None:
+    codes = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    blocks = {NAME: IN_FP8[NAME], f"{NAME}_scale_inv": torch.ones(1, 2)}
+    folder_of(tmp_path, OF_AUTO_FP8, None, blocks)
+    assert "unread-codes" not in [finding.code for finding in check_checkpoint(tmp_path).findings]
+    tables = {"quantization_config": {"quant_method": "fp8", "modules_to_convert": ["embed_tokens"]}}
+    folder_of(tmp_path, tables, None, {EMBEDDING: codes, f"{EMBEDDING}_scale": torch.ones(1)})
+    assert "unread-codes" not in [finding.code for finding in check_checkpoint(tmp_path).findings]
 
 
 @pytest.mark.parametrize(
