@@ -15,7 +15,7 @@ from silent_numbers import BOUNDS, ROW
 from silent_scripts import TOKENS, adapted, base, halved, saved
 from silent_untrained import IMAGE, llava
 from tiny_models import tiny_config
-from transformers import AutoModel, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModel, BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from safe_loading import Workload, audit_model, meta_model
 
@@ -54,6 +54,16 @@ def test_a_base_is_compared_as_it_was_loaded(tmp_path: Path) -> None:
     model = adapted(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     model.get_base_model().model.norm.weight.data[0] += 1
     assert "1 weight of the frozen base is not what" in codes(model, None, round_trip=True)["SL140"]
+
+
+def test_a_head_of_which_each_adapter_has_a_copy_is_no_weight_of_the_base(tmp_path: Path) -> None:
+    """The checkpoint of a language model has none, and a load replaces it by the adapter's."""
+    base().save_pretrained(tmp_path)
+    classifier = LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=2)
+    model = adapted(classifier, task_type=None, modules_to_save=["score"])
+    assert "SL140" not in codes(model, None, round_trip=True)
+    model.add_adapter("headless", LoraConfig(target_modules=["q_proj"]))  # under which the base's own runs
+    assert "score.weight (not there)" in codes(model, None, round_trip=True)["SL140"]
 
 
 def test_a_base_that_is_not_compared_is_said(tmp_path: Path) -> None:

@@ -145,6 +145,25 @@ def test_a_teacher_is_what_builds_a_graph_that_no_gradient_goes_through() -> Non
     assert "SL114" not in codes(model, STEP)
 
 
+class WithValues(Wrapper):
+    """A policy with a value head as PPO's was: the values are returned, and the loss of them is the trainer's."""
+
+    def __init__(self) -> None:
+        super().__init__(adapted())
+        self.v_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(SIZES["vocab_size"], 1))
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = super().forward(input_ids, attention_mask, labels)
+        return out.logits, out.loss, self.v_head(out.logits).squeeze(-1)
+
+
+def test_a_head_that_the_loss_of_the_model_does_not_reach_is_no_teacher() -> None:
+    found = codes(WithValues().train(), STEP)
+    assert "SL114" not in found
+    assert found["SL121"].where == "v_head.1.bias, v_head.1.weight"
+    assert found["SL104"].where == "v_head.1.bias, v_head.1.weight"
+
+
 class HandsOn(Wrapper):
     """A wrapper that hands on the switches of a step, and nothing else."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.adaption_prompt.layer import AdaptedAttention
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.log import quiet
@@ -103,25 +103,27 @@ def _frozen(audited: AuditedModel) -> dict[str, torch.Tensor]:
     base: Any = audited.base
     added = {id(p) for p in audited.adapter_parameters.values()} | {id(p) for p in audited.saved.values()}
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in _own_parameters(base, ""):
+    for name, parameter in _own_parameters(base, "", audited.adapter_configs.keys()):
         if has_values(parameter) and not parameter.requires_grad and id(parameter) not in added:
             added.add(id(parameter))
             found[name] = parameter
     return found
 
 
-def _own_parameters(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters of a base under their names without peft's modules, and none that those add."""
+def _own_parameters(module: torch.nn.Module, path: str, adapters: Set[str]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of a base under their names without peft's modules, and none that those add or replace."""
+    if isinstance(module, ModulesToSaveWrapper) and adapters <= module.modules_to_save.keys():
+        return  # the base's own does not run with any adapter
     inside: str | None = "model" if isinstance(module, AdaptedAttention) else None
     if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         inside = next((name for name in _INSIDE if name in module._modules), None)
     if inside is not None:
-        yield from _own_parameters(module.get_submodule(inside), path)
+        yield from _own_parameters(module.get_submodule(inside), path, adapters)
         return
     for name, parameter in module.named_parameters(path.rstrip("."), recurse=False):
         yield name, parameter
     for name, child in module.named_children():
-        yield from _own_parameters(child, f"{path}{name}.")
+        yield from _own_parameters(child, f"{path}{name}.", adapters)
 
 
 def _source(base: Any, folder: Path) -> CheckpointSource:

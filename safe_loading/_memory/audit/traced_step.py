@@ -52,7 +52,7 @@ class TracedStep:
         recomputed: The layers that ran again in the backward pass, whole or in part.
         reached: The layers to whose output a gradient came, or that ran again.
         rows: Whether the mask was made with the bounds of packed rows.
-        teachers: The modules beside the model in its wrapper that built a graph, and got no gradient.
+        teachers: The modules beside the model in its wrapper that built a graph of their own, and got no gradient.
         record: The parameters that gradients reached, and the buffers that changed.
     """
 
@@ -303,16 +303,19 @@ def _recomputed_layers(model: torch.nn.Module) -> Iterator[tuple[set[str], set[s
 
 @contextlib.contextmanager
 def _graphs_of_others(audited: AuditedModel) -> Iterator[tuple[set[str], set[str]]]:
-    """Record which modules beside the model in its wrapper build a graph, and which of them a gradient reaches."""
+    """Record which modules beside the model in its wrapper build a graph of their own, and which a gradient reaches."""
     built: set[str] = set()
     reached: set[str] = set()
+    continues: dict[str, bool] = {}  # whether the first call of a module got what the model computed: it is a head
 
-    def record(where: str, module: torch.nn.Module, *_: object) -> None:
+    def record(where: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         # not in a recomputation: without the graph of the forward pass there would be none
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
+        got = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        continues.setdefault(where, any(value.requires_grad for value in got))
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and not continues[where]:
                 built.add(where)
                 parameter.register_hook(lambda _: reached.add(where))  # type: ignore[no-untyped-call]  # of torch
 
@@ -320,5 +323,5 @@ def _graphs_of_others(audited: AuditedModel) -> Iterator[tuple[set[str], set[str
         for where, other in audited.others():
             # a child may be a list of modules, or be used by its parts, so that its own forward never runs
             for module in other.modules() if where.startswith("model.") else ():
-                hooks.enter_context(module.register_forward_pre_hook(partial(record, where)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, where), with_kwargs=True))
         yield built, reached
