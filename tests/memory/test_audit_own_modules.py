@@ -11,6 +11,7 @@ import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.optimizers import create_lorafa_optimizer
 from safetensors.torch import save_file
 from test_audit_model import Wrapper, adapted, base, codes
 from torch import nn
@@ -48,6 +49,24 @@ def test_adapters_of_any_name_are_looked_at(names: tuple[str, ...]) -> None:
         parameter.requires_grad_(False)
     found = codes(model, optimizer=sgd(model))["SL105"]
     assert "parameters are saved with the adapter, but not trained" in found.message
+
+
+def test_first_factors_that_lora_fa_fixes_are_no_mistake() -> None:
+    model = adapted()
+    optimizer = create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-3)
+    assert codes(model, STEP, optimizer=optimizer) == {}
+    first = [p for name, p in model.named_parameters() if ".lora_A." in name]
+    first[0].requires_grad_(True)
+    assert f"{len(first) - 1} parameters are saved with the adapter, but not trained" in codes(model)["SL105"].message
+    assert "SL105" in codes(frozen_factors(AdaLoraConfig(target_modules=["q_proj"], total_step=9)))
+
+
+def frozen_factors(config: Any) -> Any:
+    """Return a model whose first factors are frozen by hand."""
+    model = get_peft_model(base(), config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name and ".lora_A." not in name)
+    return model
 
 
 def test_adapters_that_peft_cannot_save_beside_one_another_are_named() -> None:

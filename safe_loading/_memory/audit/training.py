@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
@@ -65,7 +66,7 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     active = active() if callable(active) else active
     used = {name: p for adapter in active for name, p in audited.saved_by.get(adapter, {}).items()}
     untrained = {name: p for name, p in used.items() if not p.requires_grad}
-    at_rest = _frozen_by_method(audited, active, untrained) | _set_aside(audited)
+    at_rest = _frozen_by_method(audited, active, untrained) | _set_aside(audited) | _fixed_factors(audited, active)
     untrained = {name: p for name, p in untrained.items() if id(p) not in at_rest}
     if untrained:
         message = (
@@ -87,6 +88,17 @@ def _set_aside(audited: AuditedModel) -> set[int]:
     """Return the base's parameters of which an adapter trains a copy; with bias="all" peft saves their biases, too."""
     wrappers = [m for m in audited.inner.modules() if isinstance(m, ModulesToSaveWrapper)]
     return {id(p) for wrapper in wrappers for p in wrapper.original_module.parameters()}
+
+
+def _fixed_factors(audited: AuditedModel, active: Sequence[str]) -> set[int]:
+    """Return the first factors of these adapters, if all are frozen and all second ones trained: that is LoRA-FA."""
+    modules: list[Any] = [m for m in audited.inner.modules() if isinstance(m, LoraLayer)]
+    layers = [m for m in modules if isinstance(m.lora_A, torch.nn.ModuleDict)]  # AdaLoRA's factors are parameters
+    pairs = [(layer.lora_A[name], layer.lora_B[name]) for layer in layers for name in active if name in layer.lora_A]
+    first = [p for one, _ in pairs for p in one.parameters()]
+    second = [p for _, two in pairs for p in two.parameters()]
+    is_method = not any(p.requires_grad for p in first) and all(p.requires_grad for p in second)
+    return {id(p) for p in first} if is_method else set()
 
 
 def _frozen_by_method(
