@@ -173,7 +173,7 @@ def test_biases_of_a_head_that_rests_are_no_finding(bias: str) -> None:
     trained: Any = get_peft_model(model, adapter)
     trained.config.dtype = None
     assert "SL105" not in codes(trained, STEP, inputs=inputs)
-    trained.base_model.model.bert.encoder.layer[0].attention.self.query.lora_A.default.requires_grad_(False)
+    trained.base_model.model.bert.encoder.layer[0].attention.self.query.lora_B.default.requires_grad_(False)
     assert "SL105" in codes(trained, STEP, inputs=inputs)
 
 
