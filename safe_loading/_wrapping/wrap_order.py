@@ -68,11 +68,13 @@ class HidingWrapper:
     def right_order(self, mixin: str) -> tuple[str, list[str]]:
         """Return the starting point, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
         lines, start = [], "base"
+        quantized = getattr(self.inside, "is_quantized", False)
         if isinstance(self.inside, (PeftModel, PeftMixedModel)):
             lines.append(f"    model = wrapper{accessed(self.inside_path)}")
             start = "PeftModel"
+        elif self.above is None and not quantized:  # a base that may be trained, or frozen, without an adapter
+            lines.append(f"    model = wrapper{accessed(self.inside_path)}")
         else:
-            quantized = getattr(self.inside, "is_quantized", False)
             base = "prepare_model_for_kbit_training(base)" if quantized else "base"
             lines.append(f"    model = get_peft_model({base}, config)")
         lines += [

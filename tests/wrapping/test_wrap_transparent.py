@@ -577,9 +577,14 @@ def test_a_plain_wrapper_before_get_peft_model_is_refused_with_the_right_two_lin
 
 
 def test_a_plain_wrapper_around_everything_is_refused() -> None:
+    wrapper = Plain(llama())
     with pytest.raises(WrapError, match="wrap_transparent received a Plain with the LlamaForCausalLM") as refused:
-        wrap_transparent(Plain(llama()), Count)
-    assert str(refused.value).endswith(WRONG)
+        wrap_transparent(wrapper, Count)
+    assert str(refused.value).splitlines()[-2:] == [
+        "    model = wrapper.model",  # no adapter, of which nobody spoke
+        "    model = wrap_transparent(model, Count)",
+    ]
+    assert isinstance(wrap_transparent(wrapper.model, Count), Count)
     wrapper = Plain(peft_llama())
     wrapper.value_head = nn.Linear(32, 1)
     with pytest.raises(WrapError, match="with the PeftModelForCausalLM inside") as refused:
