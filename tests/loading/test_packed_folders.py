@@ -321,6 +321,39 @@ def test_trl_trains_a_packed_folder_as_it_trains_what_peft_loads(folders: Any, t
     assert all(torch.equal(tensor, plain[name]) for name, tensor in ours.items())
 
 
+def test_factors_that_trl_rounded_are_cast_back_after_the_trainer_is_made(folders: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    base, _ = folders("nf4", 128)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        max_steps=2,
+        learning_rate=1e-6,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    data = datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()})
+    sft = trl.SFTTrainer(load(base), args, train_dataset=data, processing_class=tokenizer(), peft_config=config)
+
+    def told() -> list[str | None]:
+        report = audit_model(sft.model, Workload.train(2, 12), sft, forecast=False)
+        return [finding.fix for finding in report.findings if finding.code == "SL143"]
+
+    (fix,) = told()
+    assert str(fix).startswith("cast what is trained back to float32 once the trainer is made")
+    trained = [parameter for parameter in sft.model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    assert told() == []
+    before = [parameter.detach().clone() for parameter in trained]
+    sft.train()
+    moved = [float((parameter != old).float().mean()) for parameter, old in zip(trained, before, strict=True)]
+    assert min(moved) > 0.5
+
+
 def test_a_forecast_has_the_dtypes_of_whoever_prepares_the_base(folders: Any, tmp_path: Path) -> None:
     """trl's own trainer, peft's own preparation and neither: the bytes of weights and adapter, and who it was."""
     trl = pytest.importorskip("trl", reason="trl is not installed")

@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from safe_loading._core.names import first_names, method_name
 from safe_loading._core.report import Finding, counted
+from safe_loading._model.quantized.kbit_preparation import preparation_of
 
 from .audited_model import AuditedModel, has_values, size_of
 
@@ -59,6 +60,11 @@ def check_rounded_steps(audited: AuditedModel) -> Iterator[Finding]:
             f"than half the distance to the next number, and nothing keeps what is rounded away."
         )
         fix = "load what is trained in float32, and compute with bf16=True."
+        if getattr(audited.base, "is_quantized", False) and preparation_of(audited.trainer) == "trl":
+            fix = (
+                "cast what is trained back to float32 once the trainer is made, which has cast it: for each that "
+                "requires a gradient, parameter.data = parameter.data.float()."
+            )
         yield Finding("SL143", "warning" if still > total / 2 else "info", first_names(where), message, fix)
 
 
