@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from safe_loading import Workload, audit_model, predict_memory
@@ -87,3 +88,19 @@ def test_the_reference_can_be_forecast_and_the_choice_is_said() -> None:
     assert reference.allocated_peak_bytes > kernels.allocated_peak_bytes
     assert any("scan_kernels=False" in note for note in kernels.notes)
     assert not any("scan_kernels" in note for note in reference.notes)
+
+
+def test_an_adapter_on_a_projection_is_trained_where_no_kernel_passes_it_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mamba", hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=101, **KINDS["mamba"])
+    )
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["x_proj"], task_type="CAUSAL_LM")).train()
+    ids = torch.randint(0, 100, (ROWS, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    step = Workload.train(ROWS, 8)
+    assert "SL126" not in {finding.code for finding in audit_model(model, step, forecast=False).findings}
+    # with the kernels installed peft's own layer is not called: the loss depends on nothing that is trained
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object() if name == "mamba_ssm" else None)
+    (told,) = (f for f in audit_model(model, step, forecast=False).findings if f.code == "SL126")
+    assert "depends on no parameter that has requires_grad" in told.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -242,7 +243,9 @@ def _prepare_as_peft(audited: AuditedModel) -> None:
 def _trace(
     model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, seed: int = 0
 ) -> StepTrace:
-    with cuda_paths(_CAPABILITY), scan_stand_ins(model):
+    # whose kernel of a whole layer reads the weights of its projections, and passes adapters on them by
+    fused = importlib.util.find_spec("mamba_ssm") is not None
+    with cuda_paths(_CAPABILITY), scan_stand_ins(model, fused=fused):
         return trace_step(model, workload, inputs=inputs, every_layer=True, seed=seed)
 
 

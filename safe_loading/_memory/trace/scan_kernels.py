@@ -23,8 +23,11 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 
 @contextlib.contextmanager
-def scan_stand_ins(model: torch.nn.Module) -> Iterator[tuple[str, ...]]:
-    """Inside, the scans of Mamba's layers allocate as CUDA's kernels do; yield the kinds of those layers."""
+def scan_stand_ins(model: torch.nn.Module, *, fused: bool = True) -> Iterator[tuple[str, ...]]:
+    """Inside, the scans of Mamba's layers allocate as CUDA's kernels do; yield the kinds of those layers.
+
+    Not `fused`, a layer calls its projections, as it does where mamba_ssm is not installed, with the adapters on them.
+    """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     kinds = []
     with contextlib.ExitStack() as stack:
@@ -34,7 +37,7 @@ def scan_stand_ins(model: torch.nn.Module) -> Iterator[tuple[str, ...]]:
                 continue
             kinds.append(file.__name__.rpartition("modeling_")[2])
             for name, function in _FUNCTIONS.items():
-                if hasattr(file, name):
+                if hasattr(file, name) and (fused or function is not _inner_fn):
                     stack.enter_context(patched(file, name, function))
         yield tuple(sorted(kinds))
 
