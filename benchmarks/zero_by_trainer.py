@@ -26,6 +26,9 @@ SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 BY_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 THIRD = {"overlap_comm": True, "sub_group_size": 1e9, **dict.fromkeys(BY_SIZE, "auto")}
 HALF = {"bf16": True}
+HOST = {"device": "cpu", "pin_memory": True}
+ON_HOST = {"stage": 3, **THIRD, "offload_optimizer": HOST, "offload_param": HOST}
+TURNS = {"stage": 2, **SMALL, "round_robin_gradients": True}
 # The name of a case: its zero_optimization, other arguments of the Trainer, and whether an adapter is trained.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "ZeRO-1": ({"stage": 1, **SMALL}, HALF, False),
@@ -38,8 +41,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         {**HALF, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
         False,
     ),
+    "ZeRO-2, round robin": (TURNS, HALF, False),
+    "ZeRO-2, round robin, LoRA, offload_optimizer": ({**TURNS, "offload_optimizer": HOST}, HALF, True),
     "ZeRO-3": ({"stage": 3, **THIRD}, HALF, False),
     "ZeRO-3, LoRA": ({"stage": 3, **THIRD}, HALF, True),
+    "ZeRO-3, offload_param": (ON_HOST, HALF, False),
+    "ZeRO-3, offload_param, LoRA, checkpointing": (ON_HOST, {**HALF, "gradient_checkpointing": True}, True),
     "ZeRO-3, two micro-batches": ({"stage": 3, **THIRD}, {**HALF, "gradient_accumulation_steps": 2}, False),
 }
 
@@ -81,6 +88,7 @@ def rank_of(folder: str, name: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     zero, given, adapted = CASES[name]
     settings = {"bf16": {"enabled": "auto"}, "zero_optimization": zero, **dict.fromkeys(FILLED_IN, "auto")}
+    settings["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own has to be compiled
     said: dict[str, Any] = {"max_steps": 3, "report_to": [], "save_strategy": "no", "disable_tqdm": True, **given}
     args = TrainingArguments(folder, per_device_train_batch_size=ROWS, deepspeed=settings, **said)
     dtype = "bfloat16" if args.bf16 else "float32"
