@@ -249,9 +249,10 @@ WRAP = EngineNames(
     },
     answers={
         "sync_module_states": _PLACED,
-        "param_init_fn": "use init_new=, for what the source does not have",
+        "param_init_fn": "leave it out: memory is made here. For what the source does not have, use init_new=",
         "use_orig_params": "leave it out: it is always on",
-        "sharding_strategy": "use reshard_after_forward=, and mesh=(replicas, shards) for HYBRID_SHARD",
+        "sharding_strategy": "use reshard_after_forward=False for SHARD_GRAD_OP, and mesh=(replicas, shards) for "
+        "HYBRID_SHARD",
         "process_group": "use mesh=",
         **dict.fromkeys(("backward_prefetch", "forward_prefetch", "limit_all_gathers"), _ON_UNITS),
     },

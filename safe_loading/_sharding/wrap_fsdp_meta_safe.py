@@ -137,9 +137,10 @@ def wrap_fsdp_meta_safe(
     before = wrapped_before(model)
     own: dict[str, object] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy, "device": device}
     own |= {"ignored_params": ignored_params}
-    mesh, mp_policy, offload_policy, device, ignored_params, _ = WRAP.placed(wrap_fsdp_meta_safe, other, own, None)
-    ranks = ranks_of(mesh if before is None else before.mesh)
+    named = other.get("device_mesh") if mesh is None else mesh
+    ranks = ranks_of(named if before is None else before.mesh)
     with ranks.together("check the arguments", timeout=timeout) as phase:
+        mesh, mp_policy, offload_policy, device, ignored_params, _ = WRAP.placed(wrap_fsdp_meta_safe, other, own, None)
         check_kinds(model, source, version, init_new, verify, prefer)
         if before is not None:
             check_second_call(before, source, version, mesh, auto_wrap_policy, adapters)

@@ -45,7 +45,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "use token=": _OTHERS,
         "call set_scale(name, factor)": "core/test_engine_names.py::"
         "test_factors_of_a_merge_in_memory_are_set_on_the_layers",
-        "use init_new=": _WRAP,
+        "leave it out: memory is made here": _WRAP,
         "set it on each unit of FSDP1": _WRAP,
         "use reshard_after_forward=": _WRAP,
         "use mesh=": _WRAP,

@@ -170,7 +170,11 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/trace/over_ranks.py": {"Pass {}": _OVER_RANKS},
     "_memory/largest_workload.py": {"pass for example Workload.generate": VALUES},
-    "_memory/plan/device_map_plan.py": {"plan again with plan_device_map": _CALL},
+    "_memory/plan/device_map_plan.py": {
+        "plan again with plan_device_map": _CALL,
+        "call plan.verify() to count it again": "memory/test_plan_device_map_merges.py::"
+        "test_a_map_that_was_edited_is_counted_anew",
+    },
     "_memory/plan/device_memory.py": {"Pass the limits": f"{_ADVISED}test_free_memory_that_cannot_be_read_is_passed"},
     "_memory/plan/map_findings.py": {
         "keep the modules that it reads together": "memory/test_plan_device_map_merges.py::"

@@ -71,7 +71,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_model/layout/source_model.py": {
         "Run one, or pass the folder": "memory/test_compressed_in_memory.py::"
-        "test_codes_of_now_are_not_the_memory_of_a_model_and_the_advice_works"
+        "test_codes_of_now_are_not_the_memory_of_a_model_and_the_advice_works",
+        "Pass model.to({})": "memory/test_memory_advice.py::test_a_call_works_once_the_advice_is_taken",
     },
     "_model/zero3.py": {
         "Pass the folder that it was loaded from": "model/test_zero3.py::"

@@ -106,6 +106,15 @@ CALLS: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         "pass a folder, a hub id or one of Module, PreTrainedConfig",
         lambda: (planned(), plan_device_map(meta_model(CONFIG), {0: "1GB"})),
     ),
+    "a dtype that a built model does not have": (
+        lambda: plan_device_map(meta_model(CONFIG), {0: "1GB"}, dtype=torch.float64),
+        r"dtype: .*is built already, in float32\. Pass model\.to\(torch\.float64\), or leave dtype out",
+        lambda: (
+            plan_device_map(meta_model(CONFIG).to(torch.float64), {0: "1GB"}, dtype="float64"),
+            plan_device_map(meta_model(CONFIG), {0: "1GB"}, dtype="auto"),
+            plan_device_map(meta_model(CONFIG), {0: "1GB"}),
+        ),
+    ),
     "weights that have no rows": (
         lambda: largest_micro_batch(CONFIG, Workload.weights_only(), "1GB", **FORECAST),
         r"Pass Workload\.train\(\.\.\.\) or Workload\.generate\(\.\.\.\)",

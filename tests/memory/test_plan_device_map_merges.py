@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,12 @@ def test_a_map_that_was_edited_is_counted_anew(workload: Workload | None) -> Non
     assert plan.verify()
     assert plan.facts == facts
     half = dict(plan)
+    plan.update(dict.fromkeys(plan, 0))
+    for edited in (plan, copy.copy(plan), DeviceMapPlan.from_json(plan.to_json())):
+        assert not edited.verified
+        assert "not verified (the map was edited" in str(edited)
+    plan.update(half)
+    assert plan.facts == facts
     plan.update(dict.fromkeys(plan, 0))
     assert not plan.verify()
     assert codes(plan) == ["over-limit"]

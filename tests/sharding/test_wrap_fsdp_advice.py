@@ -164,12 +164,12 @@ CASES: dict[str, Case] = {
     ),
     "a filling by FSDP1": Case(
         lambda f: wrapped(f, param_init_fn=print),
-        r"param_init_fn=: use init_new=",
-        (lambda f: wrapped(f, init_new=lambda module: None),),
+        r"param_init_fn=: leave it out: .* use init_new=",
+        (wrapped, lambda f: wrapped(f, init_new=lambda module: None)),
     ),
     "a strategy of FSDP1": Case(
         lambda f: wrapped(f, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-        r"sharding_strategy=: use reshard_after_forward=",
+        r"sharding_strategy=: use reshard_after_forward=False for SHARD_GRAD_OP, and mesh=",
         (
             lambda f: wrapped(f, reshard_after_forward=False),
             lambda f: wrapped(f, mesh=(1, 1)),

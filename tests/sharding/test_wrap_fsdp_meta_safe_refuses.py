@@ -222,6 +222,8 @@ for version in (2, 1):
     report(**{f"classifier {version}": [
         differences(single, model, batch), [f.code for f in model.fsdp_report.findings]
     ]})
+# as FSDP1 is given it, on the ranks without weights alone
+attempt("a name on one rank", on_meta(llama), str(folder / "llama"), param_init_fn=print if rank else None)
 attempt("new head without a word", on_meta(classifier), str(folder / "llama"))
 attempt("head that is not wanted", on_meta(lambda: (LlamaModel, llama()[1])), str(folder / "llama"))
 with torch.device("meta"):
@@ -269,6 +271,7 @@ REFUSED = {
     "buffer without values": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
     "buffer without values on rank 0": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
     "bad mesh": ("ArgumentError", ["there are 2 ranks"]),
+    "a name on one rank": ("ArgumentError|RankError", ["param_init_fn=: leave it out"]),
     "lone rank fails": ("ArgumentError|RankError", ["NoneType"]),
     "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
     "not initialized": ("ArgumentError|RankError", ["init_new left", "value.weight"]),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
 
 _COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "staging", "overhead")
+_EDITED = "the map was edited after it was counted; call plan.verify() to count it again"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Facts:
 class DeviceMapPlan(Verdict, dict[str, Device]):
     """A device map, for ``from_pretrained(..., device_map=plan)`` and ``accelerate.dispatch_model(model, plan)``.
 
-    Its attribute ``facts`` holds all that is known about it; what is asked most can be read from the plan itself.
+    Its attribute ``facts`` holds all that is known about it; what is asked most can be read from the plan itself. A
+    map that was edited is not verified until :meth:`verify` has counted it again.
 
     Args:
         device_map: Module or tensor path to device.
@@ -97,14 +99,19 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         check: Runs the step with a map on simulated devices, and returns facts; None for a plan without its model.
     """
 
-    facts: Facts
-
     def __init__(
         self, device_map: Mapping[str, Device], facts: Facts, check: Callable[[DeviceMapPlan], Facts] | None = None
     ) -> None:
         super().__init__(device_map)
-        self.facts = facts
         self._check = check
+        self._counted, self._of_counted = dict(device_map), facts
+
+    @property
+    def facts(self) -> Facts:
+        """The facts about the map; of one that was edited, those from before."""
+        if not self._of_counted.verified or dict(self) == self._counted:
+            return self._of_counted
+        return dataclasses.replace(self._of_counted, verified=False, reason=_EDITED)
 
     @property
     def devices(self) -> tuple[DeviceUse, ...]:
@@ -165,7 +172,7 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         """
         if self._check is None:
             raise ArgumentError("This plan has no model to run; plan again with plan_device_map(model, ...).")
-        self.facts = self._check(self)
+        self._counted, self._of_counted = dict(self), self._check(self)
         return self.facts.verified
 
     def enforce(self, overhead: object = None) -> dict[int, float]:

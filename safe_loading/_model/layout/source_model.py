@@ -15,6 +15,7 @@ from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import counted, errors_of
+from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.model_config import read_config
@@ -54,11 +55,7 @@ def model_of(
     """
     model_source(source, "model", torch.nn.Module, PreTrainedConfig)
     if isinstance(source, torch.nn.Module):
-        superfluous = [name for name, value in options.items() if value not in (None, False)]
-        if superfluous:
-            raise ArgumentError(
-                f"{', '.join(superfluous)}: for a config or a folder; this {type(source).__name__} is built already."
-            )
+        _refuse_superfluous(source, options)
         hub.refuse_for(source)
         refuse_split(source)
         _refuse_codes_of_now(source)
@@ -77,6 +74,22 @@ def model_of(
     by_itself = loaded_by_trainer(told.get("dtype", "auto"), config, folder)
     known = () if by_itself is None else (by_itself,)
     return made._replace(findings=(*made.findings, *known, *untie_as_in_folder(made.model, folder)))
+
+
+def _refuse_superfluous(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse options of a model that is built already, but for the dtype that it has."""
+    asked = {name: value for name, value in options.items() if value not in (None, False)}
+    has = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    wanted = dtype_named(asked.get("dtype"))
+    if asked.get("dtype") == "auto" or has == {wanted}:
+        del asked["dtype"]
+    if not asked:
+        return
+    built = f"{', '.join(asked)}: for a config or a folder; this {type(model).__name__} is built already"
+    if wanted is None or "dtype" not in asked:
+        raise ArgumentError(f"{built}.")
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in has)) or "no floating-point dtype"
+    raise ArgumentError(f"{built}, in {dtypes}. Pass model.to({wanted}), or leave dtype out to take it as it is.")
 
 
 def _refuse_damaged(folder: ModelFolder) -> None:
