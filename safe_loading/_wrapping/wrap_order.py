@@ -77,12 +77,19 @@ class HidingWrapper:
         else:
             base = "prepare_model_for_kbit_training(base)" if quantized else "base"
             lines.append(f"    model = get_peft_model({base}, config)")
-        lines += [
-            f"    model = attach_head(model, {free_name(self.inside, name)!r}, wrapper{accessed(name)})"
-            "  # before it is wrapped"
-            for name in self.own_parts()
-        ]
+        lines += [f"    {self._attached(name)}  # before it is wrapped" for name in self.own_parts()]
         return start, [*lines, f"    model = wrap_transparent(model, {mixin})"]
+
+    def _attached(self, name: str) -> str:
+        """Return the line that attaches a part of the wrapper: of a list or dict each of its entries."""
+        part, free = getattr(self.module, name), free_name(self.inside, name)
+        if isinstance(part, (nn.ModuleList, nn.ParameterList)):
+            entries = f"enumerate(wrapper{accessed(name)})"
+        elif isinstance(part, (nn.ModuleDict, nn.ParameterDict)):
+            entries = f"wrapper{accessed(name)}.items()"
+        else:
+            return f"model = attach_head(model, {free!r}, wrapper{accessed(name)})"
+        return f'for key, head in {entries}: model = attach_head(model, f"{free}_{{key}}", head)'
 
     def own_parts(self) -> Iterator[str]:
         """Yield the names of the parameters and modules that the wrapper has beside the model."""

@@ -158,6 +158,19 @@ def test_a_head_of_the_wrapper_is_attached_by_the_fix() -> None:
     assert model.get_base_model().value_head is not None
 
 
+def test_lists_of_heads_over_a_frozen_base_are_attached_by_the_fix_without_an_adapter() -> None:
+    wrapper = Wrapper(base().requires_grad_(requires_grad=False))  # Medusa's heads, or the probes of some layers
+    wrapper.heads = nn.ModuleList(nn.Linear(SIZES["hidden_size"], 4) for _ in range(2))
+    wrapper.probes = nn.ModuleDict({"mean": nn.Linear(SIZES["hidden_size"], 4)})
+    wrapper.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    (finding,) = around(wrapper)
+    model = carried_out(finding, wrapper=wrapper)
+    assert isinstance(model, LlamaForCausalLM)
+    trained = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"heads_0", "heads_1", "probes_mean", "scales_0"}
+    assert around(model) == []
+
+
 def test_a_wrapper_that_passes_attributes_on_is_told_for_what_is_left() -> None:
     for model in (Forwarding(adapted()), plain_lora(Forwarding(base()))):
         (finding,) = around(model)
