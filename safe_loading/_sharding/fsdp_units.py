@@ -9,7 +9,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -164,20 +164,26 @@ def _calls_its_elements(module: nn.Module) -> bool:
 
 
 def _without_policy(wrap: Any) -> _Choice:
-    """Return the classes of layers that a policy of torch's has; other arguments as they are."""
-    of_partial = getattr(wrap, "keywords", {}).get("transformer_layer_cls")
-    classes = of_partial or getattr(wrap, "_module_classes", None)  # of a ModuleWrapPolicy
-    return tuple(classes) if classes else wrap  # other things are refused below
+    """Return the classes of layers or the function that a policy of torch's has; other arguments as they are."""
+    given = getattr(wrap, "keywords", {}) if _descends(wrap) else {}  # of a partial
+    if classes := given.get("transformer_layer_cls") or getattr(wrap, "_module_classes", None):  # of a ModuleWrapPolicy
+        return tuple(classes)
+    chosen: list[Any] = [_without_policy(policy) for policy in given.get("policies", ())]
+    if not chosen or any(not isinstance(choice, tuple) and _descends(choice) for choice in chosen):
+        return cast("_Choice", given.get("lambda_fn", wrap))  # other things are refused below
+    return lambda module: any(isinstance(module, c) if isinstance(c, tuple) else c(module) for c in chosen)
+
+
+def _descends(wrap: Any) -> bool:
+    return not callable(wrap) or "recurse" in inspect.signature(wrap).parameters  # which FSDP1 calls as it descends
 
 
 def _matching_modules(wrap: _Choice, modules: Mapping[str, nn.Module]) -> list[str]:
-    if isinstance(wrap, (str, type)):
-        wrap = [wrap]
+    wrap = [wrap] if isinstance(wrap, (str, type)) else wrap
     if not isinstance(wrap, Collection):
-        if not callable(wrap) or "recurse" in inspect.signature(wrap).parameters:  # which FSDP1 calls as it descends
-            raise ArgumentError(
-                f"auto_wrap_policy={wrap!r}: pass classes, names or patterns of modules, or fn(module) -> bool."
-            )
+        if _descends(wrap):
+            advice = "pass classes, names or patterns of modules, or fn(module) -> bool"
+            raise ArgumentError(f"auto_wrap_policy={wrap!r}: {advice}.")
         return [name for name, module in modules.items() if name and wrap(module)]
     matched: dict[str, None] = {}
     problems = []

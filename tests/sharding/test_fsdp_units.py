@@ -16,6 +16,8 @@ from tiny_models import tiny_config
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -63,8 +65,18 @@ def test_policies_of_torch_for_layers_are_taken_and_others_refused() -> None:
     expected = names(on_meta(llama), {layer})
     by_classes = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
     assert names(on_meta(llama), by_classes) == names(on_meta(llama), ModuleWrapPolicy({layer})) == expected
+    norms = functools.partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: module.__class__.__name__ == "LlamaRMSNorm"
+    )
+    assert names(on_meta(llama), norms) == names(on_meta(llama), "LlamaRMSNorm")
+    beside = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls=(layer, Custom)
+    )  # no Custom is there
+    either = functools.partial(_or_policy, policies=[norms, beside])  # as peft's own policy is
+    assert names(on_meta(llama), either) == names(on_meta(llama), [layer, "LlamaRMSNorm"])
     by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
-    for policy in (by_size, size_based_auto_wrap_policy, lambda module, recurse, nonwrapped_numel: True):
+    one_by_size = functools.partial(_or_policy, policies=[norms, by_size])
+    for policy in (by_size, one_by_size, size_based_auto_wrap_policy, lambda module, recurse, nonwrapped_numel: True):
         with pytest.raises(ArgumentError, match=r"pass classes, names or patterns of modules, or fn\(module\)"):
             names(on_meta(llama), policy)
 
