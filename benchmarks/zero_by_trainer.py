@@ -87,7 +87,8 @@ def rank_of(folder: str, name: str) -> None:
     torch.Tensor.__repr__ = object.__repr__  # type: ignore[assignment]  # as in _zero_rank.py
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     zero, given, adapted = CASES[name]
-    settings = {"bf16": {"enabled": "auto"}, "zero_optimization": zero, **dict.fromkeys(FILLED_IN, "auto")}
+    settings: dict[str, Any] = {"bf16": {"enabled": "auto"}, **dict.fromkeys(FILLED_IN, "auto")}
+    settings["zero_optimization"] = zero
     settings["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own has to be compiled
     said: dict[str, Any] = {"max_steps": 3, "report_to": [], "save_strategy": "no", "disable_tqdm": True, **given}
     args = TrainingArguments(folder, per_device_train_batch_size=ROWS, deepspeed=settings, **said)
