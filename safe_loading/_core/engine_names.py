@@ -276,6 +276,14 @@ PLAN = EngineNames(
         "fallback_allocation": "leave it out: the search tries every placement",
         "clean_result": "leave it out: modules on one device always share a key",
         "verbose": "leave it out: print(plan) says what is where",
+        **dict.fromkeys(
+            ("low_cpu_mem_usage", "offload_state_dict", "use_safetensors"),
+            "leave it out: a plan reads no weights. It is for from_pretrained",
+        ),
+        **dict.fromkeys(
+            ("load_in_4bit", "load_in_8bit"),
+            "pass quantization_config= with it, the object that from_pretrained takes",
+        ),
     },
-    {"clean_result": True, "verbose": False},
+    {"clean_result": True, "verbose": False, "low_cpu_mem_usage": True, "load_in_4bit": False, "load_in_8bit": False},
 )

@@ -46,6 +46,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "call set_scale(name, factor)": "core/test_engine_names.py::"
         "test_factors_of_a_merge_in_memory_are_set_on_the_layers",
         "leave it out: memory is made here": _WRAP,
+        "pass quantization_config=": _NAMES,
         "set it on each unit of FSDP1": _WRAP,
         "use reshard_after_forward=": _WRAP,
         "use mesh=": _WRAP,

@@ -158,6 +158,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_model/quantized/patterns.py": {"Write the names of modules": _PLANNED},
     "_model/quantized/request.py": {
+        "Write the method of the engine": f"{_ADVISED}test_a_method_that_a_config_does_not_name_is_written_into_it",
         "Leave quantization_config out": _PLANNED,
         "pass a config of transformers": _PLANNED,
     },

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from safe_loading import (
     ArgumentError,
@@ -98,6 +98,13 @@ ANSWERS: dict[str, tuple[str, Arguments, str, Arguments]] = {
     "revision of a verdict": ("verify", {"revision": "main"}, "base_revision=", {"base_revision": None}),
     "map of a plan": ("plan", {"device_map": "auto"}, "leave it out: the plan is the map", {}),
     "folder of a plan": ("plan", {"offload_folder": "x"}, "pass it to from_pretrained, with device_map=plan", {}),
+    "loads of a plan": ("plan", {"use_safetensors": True}, "a plan reads no weights", {"low_cpu_mem_usage": True}),
+    "bits of a plan": (
+        "plan",
+        {"load_in_4bit": True},
+        "pass quantization_config= with it",
+        {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "load_in_8bit": False},
+    ),
     "words of a plan": ("plan", {"verbose": True}, r"print(plan)", {"verbose": False, "clean_result": True}),
 }
 

@@ -37,6 +37,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     meta_model,
+    plan_device_map,
     predict_memory,
 )
 from safe_loading._model import module_limit
@@ -287,6 +288,18 @@ def test_four_bits_on_meta_once_the_advice_is_taken() -> None:
     assert made(BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.uint8), odd).is_quantized
     skipped = ["gate_proj", "up_proj", "down_proj", "lm_head"]
     assert made(BitsAndBytesConfig(**storage, llm_int8_skip_modules=skipped), odd).is_quantized
+
+
+def test_a_method_that_a_config_does_not_name_is_written_into_it() -> None:
+    """As in configs of engines that know only one method."""
+    blocks: dict[str, Any] = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+    def planned(quantization: dict[str, Any]) -> Any:
+        return plan_device_map(LlamaConfig(**{**QUANTIZABLE, "quantization_config": quantization}), {"cpu": "8GB"})
+
+    with pytest.raises(ArgumentError, match=r"has no quant_method(.|\n)*Write the method of the engine that quantized"):
+        planned(blocks)
+    assert planned({**blocks, "quant_method": "fp8"}).ok
 
 
 def test_a_single_quantized_layer_is_put_into_a_sequential() -> None:

@@ -66,5 +66,8 @@ def _method_and_options(config: Any) -> tuple[str, dict[str, Any]]:
     method = next(early, None) or options.get("quant_method")
     method = getattr(method, "value", method)
     if not isinstance(method, str):
-        raise ArgumentError(f"quantization_config={config!r:.80} has no quant_method, such as 'fp8' or 'gptq'.")
+        raise ArgumentError(
+            f"quantization_config={config!r:.80} has no quant_method, such as 'fp8' or 'gptq', and transformers reads "
+            f"none without. Write the method of the engine that quantized the weights into it."
+        )
     return method, options
