@@ -397,13 +397,12 @@ def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, 
         problems.append("zero_optimization has stage=0, DeepSpeed's own data parallelism: forecast Spread.ddp(ranks).")
     if "overlap_comm" in given:
         options["overlap_comm"] = given["overlap_comm"]
-    offloaded = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}  # and the old names
-    for part, old in offloaded.items() if options["stage"] == 3 else [("offload_optimizer", "cpu_offload")]:
-        device = (given.get(part) or {}).get("device", "none")
-        options[part] = device != "none" or bool(given.get(old))
-        if device == "nvme" and part == "offload_param":
+    options["offload_optimizer"] = _offload_device(given, "offload_optimizer", "cpu_offload") != "none"
+    if options["stage"] == 3:
+        options["offload_param"] = (device := _offload_device(given, "offload_param", "cpu_offload_param")) != "none"
+        if device == "nvme":
             problems.append('offload_param.device=nvme: only "cpu" was held against DeepSpeed. Forecast that.')
-    if options["stage"] != 3:
+    else:
         options["round_robin_gradients"] = bool(given.get("round_robin_gradients"))
     for name in _SIZES_OF_3 if options["stage"] == 3 else _SIZES:
         value = _said_to_deepspeed(given, name)
@@ -418,6 +417,12 @@ def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, 
                 f"DeepSpeed's {name}={value}: only {usual} was held against it. Leave it out of a copy of the settings."
             )
     return options
+
+
+def _offload_device(given: dict[str, Any], name: str, old: str) -> str:
+    """Return the device of an offload, also by its old name, a flag for the CPU; "none" where there is none."""
+    device = (given.get(name) or {}).get("device", "none")
+    return "cpu" if device == "none" and given.get(old) else str(device)
 
 
 def _said_to_deepspeed(config: dict[str, Any], name: str) -> Any:

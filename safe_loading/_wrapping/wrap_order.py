@@ -67,18 +67,15 @@ class HidingWrapper:
 
     def right_order(self, mixin: str) -> tuple[str, list[str]]:
         """Return the starting point, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
-        lines, start = [], "base"
+        adapted = isinstance(self.inside, (PeftModel, PeftMixedModel))
         quantized = getattr(self.inside, "is_quantized", False)
-        if isinstance(self.inside, (PeftModel, PeftMixedModel)):
-            lines.append(f"    model = wrapper{accessed(self.inside_path)}")
-            start = "PeftModel"
-        elif self.above is None and not quantized:  # a base that may be trained, or frozen, without an adapter
-            lines.append(f"    model = wrapper{accessed(self.inside_path)}")
+        if adapted or (self.above is None and not quantized):  # such a base may be trained, or frozen, as it is
+            lines = [f"    model = wrapper{accessed(self.inside_path)}"]
         else:
             base = "prepare_model_for_kbit_training(base)" if quantized else "base"
-            lines.append(f"    model = get_peft_model({base}, config)")
+            lines = [f"    model = get_peft_model({base}, config)"]
         lines += [f"    {self._attached(name)}  # before it is wrapped" for name in self.own_parts()]
-        return start, [*lines, f"    model = wrap_transparent(model, {mixin})"]
+        return "PeftModel" if adapted else "base", [*lines, f"    model = wrap_transparent(model, {mixin})"]
 
     def _attached(self, name: str) -> str:
         """Return the line that attaches a part of the wrapper: of a list or dict each of its entries."""

@@ -147,8 +147,6 @@ def _fix(wrapper: HidingWrapper) -> str:
             f"call get_peft_model on the whole: peft and trainers then reach each."
         )
     start, lines = wrapper.right_order("Mixin")
-    if _is_without_adapter(wrapper):
-        lines[0] = f"    model = wrapper{accessed(wrapper.inside_path)}"
     if beside:
         held = "".join(f", {name}=(wrapper{accessed(name)},)" for name in beside)
         lines[-1] = (
@@ -158,15 +156,6 @@ def _fix(wrapper: HidingWrapper) -> str:
         f"put the wrapper's code into the __call__ of a class Mixin(Transparent), start from the {start}, and write:\n"
         + "\n".join(lines)
     )
-
-
-def _is_without_adapter(wrapper: HidingWrapper) -> bool:
-    """Whether the model inside is to have no adapter: a trainer trains all of it, or the wrapper's own parts alone."""
-    trained = {parameter.requires_grad for parameter in wrapper.inside.parameters()}
-    if wrapper.above is not None or not isinstance(wrapper.inside, PreTrainedModel) or len(trained) > 1:
-        return False
-    parts_are_trained = any(parameter.requires_grad for parameter in wrapper.module.parameters())
-    return parts_are_trained and not getattr(wrapper.inside, "is_quantized", False)
 
 
 def _taught_by(wrapper: HidingWrapper) -> list[str]:

@@ -152,13 +152,11 @@ def flat_sharded(
 def _refuse_mixed_units(model: torch.nn.Module, units: tuple[ShardingUnit, ...]) -> None:
     """Refuse units that train some of their parameters, of which FSDP1 makes no flat parameter of its optimizer."""
     trained = {canonical(name): parameter.requires_grad for name, parameter in model.named_parameters()}
-    mixed = [
-        f"{name or 'the root'}: {sum(of_unit)} of {len(of_unit)} parameters are trained"
-        for name, of_unit in (
-            (unit.modules[0], [trained[each] for each in unit.parameters if each in trained]) for unit in units
-        )
-        if len(set(of_unit)) > 1
-    ]
+    mixed = []
+    for unit in units:
+        own = [trained[name] for name in unit.parameters if name in trained]
+        if len(set(own)) > 1:
+            mixed.append(f"{unit.modules[0] or 'the root'}: {sum(own)} of {len(own)} parameters are trained")
     if mixed:
         raise ArgumentError(
             "FSDP1 with use_orig_params=False trains all of a unit or nothing of it. Pass use_orig_params=True, or "
