@@ -41,7 +41,7 @@ def run(case: Case) -> tuple[int, int]:
     if case.adapter is not None:
         model = get_peft_model(model, case.adapter)
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.reentrant})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=not case.zero.get("offload_optimizer"))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(case))

@@ -67,6 +67,7 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "": "loading.md",
 }
 ALSO_ON = {  # what several verbs find stands on the page of each
+    "_checkpoint/adapter_patterns.py": ("loading.md",),
     "_checkpoint/tokenizer_ids.py": ("loading.md",),
     "_checkpoint/trained_beside.py": ("loading.md", "merge_checkpoint.md"),
     "_loading/choose_class.py": ("merge_checkpoint.md",),

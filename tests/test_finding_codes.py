@@ -32,6 +32,8 @@ MADE_BY_TESTS = {
         "test_what_was_attached_after_any_fsdp_is_told_unless_a_hook_may_reduce_it",
     },
     "checkpoints.md": {
+        "pattern-order": "loading/test_load_advice.py::"
+        "test_patterns_that_were_sorted_are_put_into_the_order_of_the_training",
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
         "hash-unknown": "checkpoint/test_published_hashes.py::test_files_that_nobody_published_are_named",
         "manifest": "checkpoint/test_published_hashes.py::test_a_manifest_of_another_kind_is_an_error",

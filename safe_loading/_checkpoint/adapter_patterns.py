@@ -6,10 +6,13 @@ again for the modules of a model when there is one. Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from safe_loading._core.names import method_name
+from safe_loading._core.report import Finding
 
+from .faults import fault
 from .pattern_cost import shapes_of
 from .pattern_limits import USUAL_MODULES, pattern_problem
 
@@ -49,6 +52,41 @@ def pattern_problems(config: Mapping[str, object], names: Iterable[str]) -> list
         (field, _problem_of(field, value, shapes)) for field, value in config.items() if not _is_unused(config, field)
     )
     return [f"{field} {problem}" for field, problem in found if problem is not None]
+
+
+def key_pattern(key: str) -> re.Pattern[str]:
+    """Return the pattern by which peft matches a key of ``rank_pattern`` or ``alpha_pattern`` with a module's name."""
+    return re.compile(rf"(.*\.)?({key})$")
+
+
+def pattern_order(where: object, config: Mapping[str, object], keys: Iterable[str]) -> list[Finding]:
+    """Return a finding for a key of ``alpha_pattern`` that counts for none of the modules that it matches.
+
+    peft takes the first key that matches, and writes them sorted: what came first in training may be last in the file.
+    Of ``rank_pattern`` the shapes of the tensors tell. ``keys`` are those of the adapter's file.
+    """
+    alphas, modules = config.get("alpha_pattern"), sorted({_module_of(key) for key in keys})
+    sorted_by_peft = isinstance(alphas, Mapping) and list(alphas) == sorted(alphas)
+    if not isinstance(alphas, Mapping) or not sorted_by_peft or alphas.keys() <= {*modules}:
+        return []
+    if pattern_problems({"alpha_pattern": alphas}, modules):
+        return []
+    patterns = {key: key_pattern(key) for key in alphas}
+    matched = {name: [key for key, pattern in patterns.items() if pattern.match(name)] for name in modules}
+    counts = {own[0] for own in matched.values() if own}
+    for name, (first, *others) in ((name, own) for name, own in matched.items() if own):
+        beaten = next((key for key in others if key not in counts and alphas[key] != alphas[first]), None)
+        if beaten is not None:
+            message = (
+                f"alpha_pattern gives {name} {alphas[first]!r} by its key {first!r:.80} and {alphas[beaten]!r} by its "
+                f"key {beaten!r:.80}, which counts nowhere: peft takes the first in the file, where it writes them "
+                f"sorted, and the first in training may have been the other"
+            )
+            fix = (
+                f"put {beaten!r:.80} before {first!r:.80} in the file if it was trained so, or remove it if it was not"
+            )
+            return [fault("pattern-order", where, message, fix)]
+    return []
 
 
 def _problem_of(field: str, value: object, shapes: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from .header import try_header
 from .mlx import MLX_WEIGHTS
 from .trainer_folder import checkpoints_of, last_whole
 from .weight_files import kind_of
@@ -19,6 +20,12 @@ _GGUF = ".gguf"
 _OF_GGUF = "pass a folder that transformers saved, of the model that they were made from"
 _OF_DIFFUSERS = "pytorch_lora_weights.safetensors"
 _OWN = ("config.json", "adapter_config.json")
+# How kohya's scripts, diffusers and what trains for ComfyUI name the factors of a LoRA for a pipeline, in one file.
+_OF_PIPELINE = re.compile(
+    r"lora_(?:unet|te\d?|transformer)_\w+\..+|.+\.lora(?:_|\.)(?:down|up)\.weight"
+    r"|(?:diffusion_model|unet|text_encoder(?:_\d)?|transformer(?=\.\w*transformer_blocks\.))\..+\.lora_[AB]\.weight"
+)
+_THERE = "load it there, with load_lora_weights of the pipeline"
 
 
 class OtherThing(NamedTuple):
@@ -38,15 +45,14 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
         return _one_file(path)
     names = _names_in(path)
     if _OF_DIFFUSERS in names and not {*_OWN} & {*names}:
-        message = f"holds a LoRA that diffusers wrote for a whole pipeline ({_OF_DIFFUSERS})"
-        return OtherThing(message, "load it there, with load_lora_weights of the pipeline")
+        return OtherThing(f"holds a LoRA that diffusers wrote for a whole pipeline ({_OF_DIFFUSERS})", _THERE)
     if any(name in _OWN for name in names):
         return None
     if MLX_WEIGHTS in names:
         message = f"holds the weights of an adapter of MLX ({MLX_WEIGHTS}) without their {_OWN[1]}"
         return OtherThing(message, f"copy the {_OWN[1]} there that mlx_lm.lora wrote beside them")
     if any(name.endswith(_WEIGHTS) for name in names):
-        return None
+        return next((lora for name in sorted(names) if (lora := _lora_of_pipeline(path / name)) is not None), None)
     of_gguf = sorted(name for name in names if name.endswith(_GGUF))
     if of_gguf and gguf:
         return None
@@ -104,4 +110,17 @@ def _one_file(path: Path) -> OtherThing | None:
         return OtherThing("is a GGUF file, which llama.cpp reads", fix)
     if path.suffix not in (".json", *_WEIGHTS):
         return None
+    if not {*_OWN} & {*_names_in(path.parent)} and (lora := _lora_of_pipeline(path)) is not None:
+        return lora
     return OtherThing("is one file of a checkpoint", f"pass its folder, {str(path.parent)!r}")
+
+
+def _lora_of_pipeline(path: Path) -> OtherThing | None:
+    """Return the name of a file with a LoRA for a pipeline of diffusers or ComfyUI; None for any other file."""
+    header = try_header(path) if path.suffix == ".safetensors" else []
+    keys = [] if isinstance(header, list) else [*header.tensors]
+    named = next((key for key in keys if _OF_PIPELINE.fullmatch(key)), None)
+    if named is None:
+        return None
+    message = f"is no adapter of peft: {path.name} is a LoRA for a pipeline of diffusers or ComfyUI, by {named!r:.80}"
+    return OtherThing(message, _THERE)

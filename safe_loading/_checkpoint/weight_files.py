@@ -23,6 +23,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CONVERT_ONE = """\
 import torch, safetensors.torch
 weights = torch.load({source!r}, map_location="cpu", weights_only=True)
+weights = weights.get("state_dict", weights)
 weights = {{name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.items()}}
 safetensors.torch.save_file(weights, {target!r}, metadata={{"format": "pt"}})"""
 _CONVERT_SHARDS = """\

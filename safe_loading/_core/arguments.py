@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 from safe_loading.errors import ArgumentError
 
@@ -31,3 +33,25 @@ def compute_capability(value: object) -> None:
     numbers = value if isinstance(value, tuple) else ()
     if [type(number) for number in numbers] != [int, int]:
         raise ArgumentError(f"capability={value!r:.80}: pass major and minor, for example (8, 0).")
+
+
+_NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
+
+
+def written(value: object) -> str:
+    """Return an argument as it is written: of a config of peft, which has dozens of fields, those that were set."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    words = [f"{name}={own!r}" for name, own in set_fields(value).items()]
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def set_fields(config: Any) -> dict[str, object]:
+    """Return the fields of a config of peft that have not their default; sets in an order, as lists."""
+    fields: dict[str, object] = {}
+    for field in dataclasses.fields(config):
+        own = getattr(config, field.name, None)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if own != default and field.name not in _NOT_WRITTEN:
+            fields[field.name] = sorted(own, key=repr) if isinstance(own, set) else own
+    return fields

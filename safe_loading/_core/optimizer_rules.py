@@ -50,6 +50,8 @@ class OptimizerRule:
 _FUSED = (("fused", True),)
 # FakeTensorMode has no shape rule for torch's fused SGD; the loop over single tensors takes the same memory
 _ONE_BY_ONE = (("foreach", False),)
+# of SGD and RMSprop, whose loop over all tensors then copies their gradients; AdamW decays the parameters in place
+_DECAYED = (("foreach", True), ("weight_decay", 0.1))
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
     {
         # fused as transformers' Trainer has it by default ("adamw_torch_fused")
@@ -76,8 +78,11 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "rmsprop_bnb_8bit": OptimizerRule(1, itemsize=1, block=256),
         "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
         "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
+        "sgd_decayed": OptimizerRule(0, source="torch.optim:SGD", options=_DECAYED),
+        "sgd_momentum_decayed": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_DECAYED)),
         "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
         "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop"),
+        "rmsprop_decayed": OptimizerRule(1, source="torch.optim:RMSprop", options=_DECAYED),
         # of the package schedulefree: a copy of the parameters in place of the first moment
         "schedule_free_adamw": OptimizerRule(2, source="schedulefree:AdamWScheduleFree"),
         "schedule_free_radam": OptimizerRule(2, source="schedulefree:RAdamScheduleFree"),

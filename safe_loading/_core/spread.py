@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from safe_loading.errors import ArgumentError
 
 from .arguments import whole_number
-from .training_args import job_of
+from .job_args import job_of
 
 if TYPE_CHECKING:
     import os

@@ -1,13 +1,9 @@
-"""The step and the job over ranks that a Trainer's arguments describe, or those of one of trl's. Imports no torch."""
+"""The step that a Trainer's arguments describe, or those of one of trl's. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safe_loading.errors import ArgumentError
@@ -15,20 +11,30 @@ from safe_loading.errors import ArgumentError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-_KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig")  # of trl, read in 1.16
+# of trl, read in 1.16
+_KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig", "ORPOConfig", "CPOConfig")
 _OTHER_TRAINERS = ("sentence_transformers",)  # which run a model for each text of a row, and compare
 _OF_SAMPLES = ("GRPOConfig", "RLOOConfig")  # whose trainers generate the rows
 _OF_PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # whose collators make two rows of an example
+_FROM_LOGITS = ("ORPOConfig", "CPOConfig")  # whose trainers read all logits
 _WITH_REFERENCE = ("DPOConfig", "KTOConfig", *_OF_SAMPLES)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # of transformers from 5.23 on, and before
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+_NOT_OF_TORCH = ("offload", "selective")  # of the options of checkpointing: of transformers, and of trl
+# beside those that are counted the ones that are of the host
+_COUNTED_OF_CHECKPOINTS = {"use_reentrant", "every_n_layers", "preserve_rng_state", "determinism_check", "debug"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SPLITS = ("tp_size", "cp_size", "sp_size")  # of accelerate's ParallelismConfig: of layers, and of rows
-_TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")  # as accelerate reads them
+TRUE, FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")  # as accelerate reads them
 _SET_IT = "set it to False on a copy of the arguments"
 _NOT_COUNTED = {
     "activation_offloading": f"trl leaves some of them on the card, and no workload says which: {_SET_IT}, which takes "
     f"more.",
+    "generate_during_eval": f"what the evaluation generates is not counted: {_SET_IT}.",
     "torch_compile": f"a forecast runs the model's own code: {_SET_IT}.",
+    "full_determinism": f"it chooses other kernels, and other scratch of cuBLAS: {_SET_IT}.",
+    "cast_lm_head_to_fp32": f"the head's copy in 32 bits is not counted: {_SET_IT}.",
+    "use_transformers_continuous_batching": f"its cache of all samples in pages is not counted: {_SET_IT}.",
+    "use_transformers_paged": f"its cache of all samples in pages is not counted: {_SET_IT}.",
 }
 
 
@@ -48,8 +54,8 @@ def step_of(
     return {
         "batch_size": args.per_device_train_batch_size * rows_of_example(args),
         "sequence_length": length,
-        "gradient_checkpointing": keeps_checkpoints(args) or _Fsdp(args).checkpoints,
-        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "gradient_checkpointing": _checkpointing(args, adapter is not None) or Fsdp(args).checkpoints,
+        "optimizer": _optimizer(args),
         "adapter": adapter,
         "autocast": None if uses_deepspeed(args) else mixed_precision(args),  # whose engine casts the parameters
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -59,6 +65,7 @@ def step_of(
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
         "padding_free": is_padding_free(args),
+        "pair_loss": _pair_loss(args, classes),
         "router_aux_loss_coef": getattr(args, "router_aux_loss_coef", 0.0),
         "model_init_kwargs": _loading_by_trl(args, classes),
         **samples_of(args, length),
@@ -76,10 +83,50 @@ def keeps_checkpoints(args: object) -> bool:
     return next(bool(getattr(args, name)) for name in _CHECKPOINTING if hasattr(args, name))
 
 
+def _checkpointing(args: Any, adapted: bool) -> bool | dict[str, Any]:
+    """Return whether the model checkpoints its layers, with the options that count."""
+    if not keeps_checkpoints(args):
+        return False
+    given = {name: value for name, value in _checkpoint_options(args).items() if name not in _NOT_OF_TORCH}
+    every = given.pop("every_n_layers", 1)
+    stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0)
+    by_trl = _trl_class(args) is not None and adapted and stage == 3  # which then asks for it: forecast without
+    # torch's default, where it is given any option
+    reentrant = not by_trl and given.get("use_reentrant", bool(given))
+    options = {"use_reentrant": True} if reentrant else {}
+    return options | ({"every_n_layers": every} if every > 1 else {}) or True
+
+
+def _pair_loss(args: Any, classes: set[str]) -> str | None:
+    if not classes.intersection(_FROM_LOGITS):
+        return None
+    return "orpo" if "ORPOConfig" in classes else "cpo" if args.cpo_alpha else "cpo_without_nll"
+
+
+def _optimizer(args: Any) -> str:
+    """Return the name of the optimizer's rule, by its options and by whether it decays weights."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in ("sgd", "rmsprop"):
+        return name
+    momentum = "_momentum" if _optimizer_options(args).keys() & {"momentum"} else ""
+    return f"{name}{momentum}{'_decayed' if args.weight_decay else ''}"
+
+
+def _optimizer_options(args: object) -> dict[str, str]:
+    """Return the options of ``optim_args`` that are not off."""
+    said: str = getattr(args, "optim_args", None) or ""
+    options = (each.partition("=") for each in said.replace(" ", "").split(","))
+    return {name: value for name, _, value in options if value and value.lower() not in ("0.0", *FALSE)}
+
+
+def _checkpoint_options(args: object) -> dict[str, Any]:
+    return next((of for name in _CHECKPOINTING if (of := getattr(args, f"{name}_kwargs", None))), {})
+
+
 def mixed_precision(args: Any) -> str | None:
     """Return the dtype of mixed precision, which a launcher's variable may ask for, too; None for full precision."""
     given = "bf16" if args.bf16 else "fp16" if args.fp16 else getattr(args, "mixed_precision", "no")
-    return _PRECISIONS.get(given)
+    return PRECISIONS.get(given)
 
 
 def uses_deepspeed(args: object) -> bool:
@@ -94,11 +141,15 @@ def rows_of_example(args: object) -> int:
 
 def evaluation_rows(args: object) -> int:
     """Return the rows of a batch of the evaluation between steps on one device; 0 where there is none."""
-    strategy = getattr(args, "eval_strategy", "no")
     examples = getattr(args, "per_device_eval_batch_size", 0)
-    if getattr(strategy, "value", strategy) not in ("steps", "epoch") or not isinstance(examples, int):
+    if not _evaluates(args) or not isinstance(examples, int):
         return 0
     return 0 if _classes(args).intersection(_OF_SAMPLES) else examples * rows_of_example(args)
+
+
+def _evaluates(args: object) -> bool:
+    strategy = getattr(args, "eval_strategy", "no")
+    return getattr(strategy, "value", strategy) in ("steps", "epoch")
 
 
 def is_padding_free(args: Any) -> bool:
@@ -143,8 +194,9 @@ def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
         return None
     said: dict[str, Any] = dict(getattr(args, "model_init_kwargs", None) or {})
     quantization: Any = said.get("quantization_config")
+    usual = "auto" if classes.intersection(_FROM_LOGITS) else "float32"
     loading: dict[str, Any] = {
-        "dtype": str(said.get("dtype", "float32") or "auto").removeprefix("torch."),
+        "dtype": str(said.get("dtype", usual) or "auto").removeprefix("torch."),
         "attn_implementation": said.get("attn_implementation"),
         "quantization_config": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
     }
@@ -156,7 +208,19 @@ def _loading_by_trl(args: Any, classes: set[str]) -> dict[str, Any] | None:
 def _problems(args: Any, classes: set[str], length: object) -> list[str]:
     """Return the problems of arguments that no workload can express, and of a length that none of them gives."""
     problems = [f"{name}=True: {why}" for name, why in _NOT_COUNTED.items() if getattr(args, name, False) is True]
-    problems += _problems_of_split(args) + _problems_of_launch(_Fsdp(args))
+    problems += problems_of_split(args) + _problems_of_launch(Fsdp(args)) + _problems_of_other_passes(args, classes)
+    others = {name for name, value in _checkpoint_options(args).items() if value} - _COUNTED_OF_CHECKPOINTS
+    if keeps_checkpoints(args) and others:
+        problems.append(
+            f"gradient_checkpointing_kwargs has {', '.join(sorted(others))}, and no workload says what that leaves on "
+            f"the card: leave it out of a copy of the arguments."
+        )
+    more = _optimizer_options(args).keys() & {"momentum", "centered"}
+    if more and _optimizer(args).startswith("rmsprop"):
+        problems.append(
+            f"optim_args has {' and '.join(sorted(more))}, for which RMSprop keeps more: leave it out of a copy of the "
+            f"arguments, and then .replace(optimizer=) by a subclass of torch.optim.RMSprop whose __init__ gives it."
+        )
     if getattr(args, "mixed_precision", "no") == "fp8":
         problems.append(
             'mixed_precision="fp8", which ACCELERATE_MIXED_PRECISION sets: a step in bfloat16 takes no less, so set it '
@@ -183,9 +247,40 @@ def _problems(args: Any, classes: set[str], length: object) -> list[str]:
     return problems
 
 
-def _problems_of_split(args: object) -> list[str]:
+def _problems_of_other_passes(args: Any, classes: set[str]) -> list[str]:
+    """Return the problems of passes beside the steps that may take more than these, and are not counted."""
+    problems = []
+    trained, evaluated = args.per_device_train_batch_size, getattr(args, "per_device_eval_batch_size", 0)
+    evaluates = _evaluates(args)
+    if getattr(args, "eval_on_start", False) is True and not evaluates:
+        problems.append(f'eval_on_start=True with eval_strategy="no" evaluates before the first step alone: {_SET_IT}.')
+    if getattr(getattr(args, "accelerator_config", None), "split_batches", False) is True:
+        problems.append(f"split_batches=True of accelerator_config: a batch is that of all ranks: {_SET_IT}.")
+    scored = getattr(args, "precompute_ref_batch_size", None) or 0
+    if getattr(args, "precompute_ref_log_probs", False) and scored > max(trained, evaluated * evaluates):
+        problems.append(
+            f"precompute_ref_batch_size={scored}: so many rows are scored before the first step, which has {trained}: "
+            f"set it to None on a copy of the arguments."
+        )
+    if not classes.intersection(_OF_SAMPLES):
+        return problems
+    if evaluates and evaluated > trained:
+        problems.append(
+            f"per_device_eval_batch_size={evaluated}: more samples than the {trained} of a step are generated and "
+            f"scored at once: set it to {trained} on a copy of the arguments."
+        )
+    other = {"cache_implementation", "num_beams"} & (args.generation_kwargs or {}).keys()
+    if args.use_vllm is not True and (other or args.cache_implementation):
+        problems.append(
+            f"{' and '.join(sorted(other)) or 'cache_implementation'} of how samples are generated: a forecast has one "
+            f"beam and a cache that grows: leave it out of a copy of the arguments."
+        )
+    return problems
+
+
+def problems_of_split(args: object) -> list[str]:
     """Return the problem of a job that splits layers or rows over ranks."""
-    split = [f"{name}={size}" for name in _SPLITS if (size := _parallel_size(args, name)) > 1]
+    split = [f"{name}={size}" for name in _SPLITS if (size := parallel_size(args, name)) > 1]
     why = (
         "and a forecast is of whole layers and rows, which take more: set it to None on a copy of the arguments, or "
         "leave it out of accelerate's file."
@@ -193,7 +288,7 @@ def _problems_of_split(args: object) -> list[str]:
     return [f"parallelism_config has {', '.join(split)}, {why}"] if split else []
 
 
-def _parallel_size(args: object, name: str) -> int:
+def parallel_size(args: object, name: str) -> int:
     """Return a size of accelerate's ParallelismConfig: of the arguments, or of a launcher's variables."""
     given = getattr(args, "parallelism_config", None)
     if given is not None:
@@ -202,7 +297,7 @@ def _parallel_size(args: object, name: str) -> int:
     return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) if launched else 1
 
 
-def _problems_of_launch(fsdp: _Fsdp) -> list[str]:
+def _problems_of_launch(fsdp: Fsdp) -> list[str]:
     """Return the problems of settings of a step that a launcher's variables alone have."""
     problems = []
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
@@ -261,190 +356,20 @@ def _classes(args: object) -> set[str]:
     return {kind.__name__ for kind in type(args).__mro__}
 
 
-def job_of(args: Any, ranks: int | None, hidden_size: int | None, *, adapted: bool) -> tuple[str, dict[str, Any]]:
-    """Return the kind of the ``Spread`` of a trainer's job, and the arguments that make it."""
-    refuse_other(args)
-    problems = _problems_of_split(args)
-    if uses_deepspeed(args):
-        kind, options = "zero", _zero(args, hidden_size, problems)
-    elif (fsdp := _Fsdp(args)).on:
-        kind, options = f"fsdp{fsdp.version}", fsdp.options(args, problems)
-        ranks, options["replicas"] = _groups(args, ranks, problems)
-    else:
-        kind, options = "ddp", _ddp(args, adapted=adapted)
-    if problems:
-        raise ArgumentError("Spread.from_training_args cannot be sure of these:", problems)
-    return kind, {"ranks": ranks, **options}
-
-
-def _ddp(args: Any, *, adapted: bool) -> dict[str, Any]:
-    """Return the options of DDP, among whose defaults are those of the Trainer."""
-    unused = args.ddp_find_unused_parameters
-    return {
-        # of a model of transformers' own, which peft's wrapper is not
-        "find_unused_parameters": adapted or not keeps_checkpoints(args) if unused is None else bool(unused),
-        "bucket_cap_mb": args.ddp_bucket_cap_mb or 25,
-        "static_graph": bool(getattr(args, "ddp_static_graph", None)),
-    }
-
-
-def _groups(args: Any, ranks: int | None, problems: list[str]) -> tuple[int | None, int]:
-    """Return over how many ranks parameters are sharded, and how many such groups there are."""
-    replicas = _parallel_size(args, "dp_replicate_size")
-    if ranks is None or ranks % replicas == 0:
-        return ranks and ranks // replicas, replicas
-    problems.append(f"ranks={ranks} are no groups of the same size for dp_replicate_size={replicas}: pass all of them.")
-    return ranks, replicas
-
-
-class _Fsdp:
+class Fsdp:
     """The FSDP of a trainer's arguments, and where these say nothing, of a launcher's variables, as for accelerate."""
 
     def __init__(self, args: object) -> None:
         self._given: dict[str, Any] = getattr(args, "fsdp_plugin_args", None) or {}
         self.on = bool(self._given) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-        self.version = int(self._said("fsdp_version", "VERSION", 1))
-        self.checkpoints = self.on and self._flag("activation_checkpointing", "ACTIVATION_CHECKPOINTING")
+        self.version = int(self.said("fsdp_version", "VERSION", 1))
+        self.checkpoints = self.on and self.flag("activation_checkpointing", "ACTIVATION_CHECKPOINTING")
         offload = "activation_checkpointing_offload"
-        self.offloads_checkpoints = self.checkpoints and self._flag(offload, offload.upper())
+        self.offloads_checkpoints = self.checkpoints and self.flag(offload, offload.upper())
 
-    def options(self, args: Any, problems: list[str]) -> dict[str, Any]:
-        """Return the arguments of ``Spread.fsdp1`` or ``Spread.fsdp2``, and add the problems of others."""
-        precision = mixed_precision(args)
-        options: dict[str, Any] = {
-            "param_dtype": precision,
-            "reduce_dtype": precision,
-            "cpu_offload": self._flag("cpu_offload", "OFFLOAD_PARAMS"),
-            "sync_each_batch": args.gradient_accumulation_steps == 1 or _syncs_each_batch(args),
-        }
-        policy = str(self._said("auto_wrap_policy", "AUTO_WRAP_POLICY", "NO_WRAP"))
-        if policy.upper() != "TRANSFORMER_BASED_WRAP":
-            problems.append(
-                f"auto_wrap_policy={policy}: a forecast has the model's layers as units, fsdp_config="
-                f'{{"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}.'
-            )
-        if ignored := self._said("ignored_modules", "IGNORED_MODULES", None):
-            problems.append(f"ignored_modules={ignored}: a forecast shards every module: leave it out.")
-        if self.version == 2:
-            reshards = self._said("reshard_after_forward", "RESHARD_AFTER_FORWARD", True)
-            if str(reshards).lower() not in (*_TRUE, *_FALSE):
-                problems.append(f"reshard_after_forward={reshards}: accelerate takes true or false with FSDP2.")
-            return {**options, "reshard_after_forward": str(reshards).lower() in _TRUE}
-        return {**options, **self._of_version_1(problems)}
-
-    def _of_version_1(self, problems: list[str]) -> dict[str, Any]:
-        # accelerate reads reshard_after_forward only where there is no strategy, and there always is one
-        strategy = str(self._said("sharding_strategy", "SHARDING_STRATEGY", "FULL_SHARD")).rpartition(".")[2].upper()
-        strategy = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}.get(strategy, strategy)
-        if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
-            problems.append(f"sharding_strategy={strategy}: pass Spread.fsdp1(ranks of a machine, replicas=machines).")
-        prefetch = str(self._said("backward_prefetch", "BACKWARD_PREFETCH", "NO_PREFETCH")).lower()
-        return {
-            "reshard_after_forward": strategy != "SHARD_GRAD_OP",
-            "shard": strategy != "NO_SHARD",
-            "backward_prefetch": None if prefetch == "no_prefetch" else prefetch,
-            "forward_prefetch": self._flag("forward_prefetch", "FORWARD_PREFETCH"),
-            "use_orig_params": self._flag("use_orig_params", "USE_ORIG_PARAMS"),
-        }
-
-    def _said(self, name: str, variable: str, default: object) -> Any:
+    def said(self, name: str, variable: str, default: object) -> Any:
         given = self._given.get(name)
         return os.environ.get(f"FSDP_{variable}", default) if given is None else given
 
-    def _flag(self, name: str, variable: str) -> bool:
-        return str(self._said(name, variable, False)).lower() in _TRUE
-
-
-def _syncs_each_batch(args: Any) -> bool:
-    kwargs = getattr(getattr(args, "accelerator_config", None), "gradient_accumulation_kwargs", None) or {}
-    return bool(kwargs.get("sync_each_batch", False))
-
-
-_BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {  # of "auto", by transformers' trainer_config_finalize
-    "reduce_bucket_size": lambda hidden: hidden * hidden,
-    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-}
-_SIZES = ("reduce_bucket_size",)
-_SIZES_OF_3 = (*_BY_HIDDEN_SIZE, "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size")
-_HELD: dict[str, object] = {  # what was held against DeepSpeed, which are its defaults
-    "zero_optimization.contiguous_gradients": True,
-    "zero_optimization.reduce_scatter": True,
-    "zero_optimization.parameter_alignment": False,
-    "zero_optimization.zero_hpz_partition_size": 1,
-    "zero_optimization.mics_shard_size": -1,
-    "zero_optimization.zero_quantized_weights": False,
-    "zero_optimization.zero_quantized_nontrainable_weights": False,
-    "zero_optimization.zero_quantized_gradients": False,
-    "zero_optimization.stage3_model_persistence_threshold": sys.maxsize,
-    "zero_optimization.stage3_module_granularity_threshold": 0,
-    "zero_optimization.offload_optimizer.ratio": 1,
-    "zero_optimization.zenflow": None,
-    "tensor_parallel.autotp_size": 0,
-    "torch_autocast.enabled": False,
-    "compile.deepcompile": False,
-    "data_types.grad_accum_dtype": None,
-    "communication_data_type": None,
-}
-
-
-def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, Any]:
-    """Return the arguments of ``Spread.zero``, with "auto" as transformers fills it, and add the problems of others."""
-    config = _deepspeed_config(args)
-    given: dict[str, Any] = config.get("zero_optimization") or {}
-    options: dict[str, Any] = {"stage": given.get("stage", 0), "param_dtype": _dtype_of_zero(args, config)}
-    if options["stage"] == 0:
-        problems.append("zero_optimization has stage=0, DeepSpeed's own data parallelism: forecast Spread.ddp(ranks).")
-    if "overlap_comm" in given:
-        options["overlap_comm"] = given["overlap_comm"]
-    options["offload_optimizer"] = _offload_device(given, "offload_optimizer", "cpu_offload") != "none"
-    if options["stage"] == 3:
-        options["offload_param"] = (device := _offload_device(given, "offload_param", "cpu_offload_param")) != "none"
-        if device == "nvme":
-            problems.append('offload_param.device=nvme: only "cpu" was held against DeepSpeed. Forecast that.')
-    else:
-        options["round_robin_gradients"] = bool(given.get("round_robin_gradients"))
-    for name in _SIZES_OF_3 if options["stage"] == 3 else _SIZES:
-        value = _said_to_deepspeed(given, name)
-        if value == "auto" and hidden_size is None:
-            problems.append(f'{name}="auto" depends on the model: pass hidden_size=, as in its config.')
-        elif value is not None:
-            options[name] = _BY_HIDDEN_SIZE[name](cast("int", hidden_size)) if value == "auto" else int(float(value))
-    for name, usual in _HELD.items():
-        value = _said_to_deepspeed(config, name)
-        if value is not None and value != usual:
-            problems.append(
-                f"DeepSpeed's {name}={value}: only {usual} was held against it. Leave it out of a copy of the settings."
-            )
-    return options
-
-
-def _offload_device(given: dict[str, Any], name: str, old: str) -> str:
-    """Return the device of an offload, also by its old name, a flag for the CPU; "none" where there is none."""
-    device = (given.get(name) or {}).get("device", "none")
-    return "cpu" if device == "none" and given.get(old) else str(device)
-
-
-def _said_to_deepspeed(config: dict[str, Any], name: str) -> Any:
-    """Return a setting by its name, with dots between sections; a ``stage3_`` may be left out, as for DeepSpeed."""
-    *sections, name = name.split(".")
-    for section in sections:
-        config = config.get(section) or {}
-    return config.get(name, config.get(name.removeprefix("stage3_")))
-
-
-def _deepspeed_config(args: Any) -> dict[str, Any]:
-    """Return DeepSpeed's settings: of the arguments, a dict or a file, or of accelerate's file."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    given: Any = args.deepspeed if plugin is None else plugin.deepspeed_config
-    config: dict[str, Any] = given if isinstance(given, dict) else json.loads(Path(given).read_text())
-    return config
-
-
-def _dtype_of_zero(args: Any, config: dict[str, Any]) -> str | None:
-    for name, dtype in _PRECISIONS.items():
-        section = config.get(name, {"enabled": "auto"})  # which accelerate adds where there is none
-        enabled = section.get("enabled", False)
-        if enabled is True or (enabled == "auto" and mixed_precision(args) == dtype):
-            return dtype
-    return None
+    def flag(self, name: str, variable: str) -> bool:
+        return str(self.said(name, variable, False)).lower() in TRUE

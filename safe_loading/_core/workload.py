@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from safe_loading.errors import ArgumentError
 
+from .arguments import set_fields, written
 from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
 from .training_args import step_of
 from .workload_problems import SOUGHT, checked_numbers, is_count
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # "evaluate" is what a training runs in between, of which a trace makes a step of its own
 Kind = Literal["weights_only", "generate", "train", "evaluate"]
 Reference = Literal["model", "adapter_off"]
-_NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
+PairLoss = Literal["orpo", "cpo", "cpo_without_nll"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,7 +39,7 @@ class Workload:
         decode_steps: Steps of one token each after the prompt.
         reference: The reference whose forward pass belongs to the step: a ``"model"``, or the ``"adapter_off"``.
         new_tokens: Tokens that are written after the prompt, up to the last; 0 where `decode_steps` says how many.
-        gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
+        gradient_checkpointing: Whether layers keep their inputs only and are computed again; or how, as for `train`.
         optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
         adapter: A ``peft`` config, or the folder of an adapter; only what it trains is trained.
         autocast: ``"bfloat16"`` or ``"float16"`` when the forward pass runs under ``torch.autocast``.
@@ -47,6 +48,7 @@ class Workload:
         activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
         use_cache: Whether the model fills its cache in training too.
         fused_lm_head: Whether trl's fused LM head computes the loss, without logits; or ``"liger"``.
+        pair_loss: The loss of trl's ORPO or CPO, of pairs of preferences; None for the model's own.
         completion_length: Of GRPO: tokens of each row that were generated, the last ones; 0 for other trainings.
         steps_per_generation: Of GRPO: micro-batches that the model itself generates at once; 0 where vLLM does.
         old_log_probs: Of GRPO: whether the policy scores the samples before it is trained on them.
@@ -62,7 +64,7 @@ class Workload:
     batch_size: int = 0
     sequence_length: int = 0
     decode_steps: int = 0
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Mapping[str, Any] = False
     optimizer: str | type = "none"
     adapter: PeftConfig | str | os.PathLike[str] | None = None
     autocast: str | None = None
@@ -80,6 +82,7 @@ class Workload:
     eval_batch_size: int = 0
     label_smoothing: bool = False
     padding_free: bool = False
+    pair_loss: PairLoss | None = None
     router_aux_loss_coef: float | None = 0.0
     model_init_kwargs: Mapping[str, Any] | None = None
 
@@ -139,7 +142,7 @@ class Workload:
     def train(
         batch_size: int | None,
         sequence_length: int | None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Mapping[str, Any] = False,
         optimizer: str | type = "adamw",
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
         *,
@@ -156,6 +159,7 @@ class Workload:
         eval_batch_size: int = 0,
         label_smoothing: bool = False,
         padding_free: bool = False,
+        pair_loss: PairLoss | None = None,
         router_aux_loss_coef: float | None = 0.0,
         model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> Workload:
@@ -167,10 +171,12 @@ class Workload:
         Args:
             batch_size: Rows of a micro-batch on one device; None where a search is to find it.
             sequence_length: Tokens of each row; None where a search is to find it.
-            gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called.
+            gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called; or with which
+                options, of ``{"use_reentrant": True, "every_n_layers": 2}``.
             optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"`` (with
                 32 bits for embeddings, as the Trainer's), ``"paged_adamw_8bit"``, ``"paged_adamw_32bit"``, ``"lion"``
-                (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
+                (in the dtype of the parameters), ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"`` (with
+                weight decay ``"sgd_decayed"``, ``"sgd_momentum_decayed"``, ``"rmsprop_decayed"``),
                 ``"adafactor"``, ``"none"``; others by the Trainer's names, such as ``"lion_8bit"``,
                 ``"paged_lion_32bit"``, ``"ademamix"`` and ``"schedule_free_adamw"``; or a class such as
                 ``torch.optim.AdamW``, made with its default options. Of a paged optimizer only what is in no page is
@@ -203,6 +209,8 @@ class Workload:
             padding_free: Whether the rows of a batch lie one after the other in one row without a mask, told apart by
                 position_ids, as trl's ``packing=True`` and ``padding_free=True`` have them, and transformers'
                 ``DataCollatorWithFlattening``.
+            pair_loss: ``"orpo"``, ``"cpo"`` or ``"cpo_without_nll"`` (``cpo_alpha=0``): the loss of trl's trainer of
+                that name, whose code is run, from all logits of pairs. A pair is two rows.
             router_aux_loss_coef: As in trl's configs, for mixtures whose loss also balances their experts. None takes
                 the coefficient of the model's config; 0.0 leaves it to the config whether the logits of routers stay.
             model_init_kwargs: As in trl's configs, for a forecast or plan of a folder or hub id, which trl's trainers
@@ -232,6 +240,7 @@ class Workload:
                 eval_batch_size=eval_batch_size,
                 label_smoothing=label_smoothing,
                 padding_free=padding_free,
+                pair_loss=pair_loss,
                 router_aux_loss_coef=router_aux_loss_coef,
                 model_init_kwargs=model_init_kwargs,
             )
@@ -242,7 +251,7 @@ class Workload:
         batch_size: int | None,
         prompt_length: int,
         completion_length: int,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Mapping[str, Any] = False,
         optimizer: str | type = "adamw",
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
         *,
@@ -309,7 +318,7 @@ class Workload:
 
         Args:
             args: ``TrainingArguments``, or trl's ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``RewardConfig``,
-                ``GRPOConfig`` or ``RLOOConfig``.
+                ``GRPOConfig``, ``RLOOConfig``, ``ORPOConfig`` or ``CPOConfig``.
             sequence_length: Tokens of the longest row; by default the ``max_length`` of trl's configs. Of GRPO and RLOO
                 those of prompt and completion, which their configs do not say.
             adapter: As for `train`. With one the reference of DPO, KTO, GRPO and RLOO is the base without it, and else
@@ -368,7 +377,7 @@ class Workload:
         if isinstance(self.adapter, os.PathLike):
             facts["adapter"] = os.fspath(self.adapter)
         elif self.adapter is not None and not isinstance(self.adapter, str):
-            facts["adapter"] = {"config": type(self.adapter).__name__, **_set_fields(self.adapter)}
+            facts["adapter"] = {"config": type(self.adapter).__name__, **set_fields(self.adapter)}
             facts["adapter"] = json.loads(json.dumps(facts["adapter"], default=repr))  # what JSON lacks is its text
         return facts
 
@@ -403,7 +412,7 @@ class Workload:
             value = getattr(self, name)
             value = None if value == 0 and name in (*SOUGHT, "context_length") else value
             if value is not parameter.default and value != parameter.default:
-                words.append(f"{name}={value.__name__ if isinstance(value, type) else _written(value)}")
+                words.append(f"{name}={value.__name__ if isinstance(value, type) else written(value)}")
         return f"Workload.{made_by}({', '.join(words)})"
 
 
@@ -414,25 +423,6 @@ def require_workload(given: object, such_as: str) -> Workload:
     if hasattr(given, "per_device_train_batch_size"):
         raise ArgumentError(f"workload is a {type(given).__name__}: pass Workload.from_training_args(args).")
     raise ArgumentError(f"workload={given!r:.80}: pass a Workload, for example {such_as}.")
-
-
-def _written(value: object) -> str:
-    """Return an argument as it is written: of a config of peft, which has dozens of fields, those that were set."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return repr(value)
-    words = [f"{name}={own!r}" for name, own in _set_fields(value).items()]
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def _set_fields(config: Any) -> dict[str, object]:
-    """Return the fields of a config of peft that have not their default; sets in an order, as lists."""
-    fields: dict[str, object] = {}
-    for field in dataclasses.fields(config):
-        own = getattr(config, field.name, None)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if own != default and field.name not in _NOT_WRITTEN:
-            fields[field.name] = sorted(own, key=repr) if isinstance(own, set) else own
-    return fields
 
 
 def _class_in(package: str, name: str) -> type[Any]:

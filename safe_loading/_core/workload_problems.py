@@ -13,11 +13,14 @@ from .optimizer_rules import OPTIMIZERS
 
 SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
 MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
-_WORDS = {"reference": ("model", "adapter_off"), "autocast": ("bfloat16", "float16")}
+_WORDS = {
+    "reference": ("model", "adapter_off"),
+    "autocast": ("bfloat16", "float16"),
+    "pair_loss": ("orpo", "cpo", "cpo_without_nll"),
+}
 _MAY_BE_ZERO = ("decode_steps", "new_tokens", "completion_length", "steps_per_generation", "eval_batch_size")
 _LOADING = ("dtype", "attn_implementation", "quantization_config", "auto_class", "num_labels")
 _FLAGS = (
-    "gradient_checkpointing",
     "labels",
     "activation_offload",
     "use_cache",
@@ -54,7 +57,7 @@ def checked_numbers(workload: Any) -> dict[str, Any]:
         problems.append(
             f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
         )
-    problems += _problems_of_loading(workload.model_init_kwargs)
+    problems += _problems_of_loading(workload.model_init_kwargs) + _problems_of_checkpoints(workload)
     coefficient = workload.router_aux_loss_coef
     if coefficient is not None and (isinstance(coefficient, bool) or not isinstance(coefficient, (int, float))):
         problems.append(f"router_aux_loss_coef={coefficient!r}: a number, or None for that of the model's config.")
@@ -97,6 +100,13 @@ def _problems_of_flags(workload: Any) -> list[str]:
     problems = [f"{name}={flag!r}: True or False." for name, flag in wrong.items()]
     if workload.fused_lm_head and workload.labels is False:
         problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
+    if workload.pair_loss and (
+        workload.labels is False or workload.fused_lm_head or workload.label_smoothing or workload.padding_free
+    ):
+        problems.append(
+            "pair_loss= is computed from the logits of padded rows with labels: leave labels=False, fused_lm_head=, "
+            "label_smoothing= and padding_free= out."
+        )
     if workload.label_smoothing is True and workload.labels is False:
         problems.append("label_smoothing=True computes the loss from labels: leave labels=False out.")
     if workload.label_smoothing is True and workload.fused_lm_head == "liger":
@@ -109,6 +119,21 @@ def _problems_of_loading(options: object) -> list[str]:
     if options is None or (isinstance(options, Mapping) and set(options) <= set(_LOADING)):
         return []
     return [f"model_init_kwargs={options!r:.80}: a dict of {', '.join(_LOADING)} that a forecast counts, or None."]
+
+
+def _problems_of_checkpoints(workload: Any) -> list[str]:
+    """Return the problem of checkpointing that is neither on nor off, nor on with options of it."""
+    asked = workload.gradient_checkpointing
+    if isinstance(asked, bool):
+        return []
+    options = dict(asked) if isinstance(asked, Mapping) else {}
+    known = options and options.keys() <= {"use_reentrant", "every_n_layers"}
+    if known and isinstance(options.get("use_reentrant", False), bool) and is_count(options.get("every_n_layers", 1)):
+        return []
+    return [
+        f"gradient_checkpointing={asked!r:.80}: True or False, or options of it such as "
+        f'{{"use_reentrant": True, "every_n_layers": 2}}.'
+    ]
 
 
 def _problems_of_grpo(workload: Any) -> list[str]:

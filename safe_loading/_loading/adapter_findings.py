@@ -13,6 +13,7 @@ from safe_loading._checkpoint.adapter_config import (
     factors_of_other_rank,
     is_of_adapterhub,
 )
+from safe_loading._checkpoint.adapter_patterns import pattern_order
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.json_files import JsonFiles
@@ -47,6 +48,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _CORRECT) for problem in problems]
     findings += adapter_config_faults(path, config, shapes)
+    findings += pattern_order(path, config, shapes)
     integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in _INTEGERS]
     if integers:
         message = (

@@ -11,10 +11,12 @@ import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
+from safe_loading._checkpoint.adapter_patterns import pattern_order
 from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._core.engines import is_integrated, trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.registry import is_decoded_at_forward
@@ -95,6 +97,7 @@ def prepare(
     tensors = read_tensors(facts)
     facts.require_unchanged()  # peft has read the config again
     findings = [*findings, *trained_beside(facts.path), *value_findings(facts, tensors)]
+    findings += pattern_order(facts.config_file, facts.config, tensors)
     return Adapter(name, facts, config, tensors, tuple(findings), key_mapping)
 
 
@@ -279,7 +282,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
         if isinstance(error, IndexError):
             _refuse_rows_beyond(adapter, base_of(model))
         way = _way_beside_others(model, config, error) or _way_for_packed_layers(model)
-        way = way or _way_of_its_layers(adapter, base_of(model), error)
+        way = way or _way_of_its_layers(adapter, base_of(model), error) or _way_of_a_router(adapter.facts.config)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
@@ -294,6 +297,18 @@ def _way_without_package(error: Exception, config: PeftConfig) -> str:
         return ""
     layers_of_megatron = ", or set megatron_config to null, which only layers of Megatron need"
     return f" Install it{layers_of_megatron if getattr(config, 'megatron_config', None) else ''}."
+
+
+def _way_of_a_router(config: JsonObject) -> str:
+    """Return the way for a saved router of Arrow, of whose adapters peft does not read the names; empty for others."""
+    arrow = config.get("arrow_config")
+    if not isinstance(arrow, Mapping):
+        return ""
+    return (
+        f" It is a router of Arrow, which peft saves and does not load. Make it again over the adapters that it "
+        f"chooses among, {arrow.get('task_adapter_names')!r:.200}: peft.create_arrow_model(base, "
+        f"task_specific_adapter_paths=[...], arrow_config=peft.ArrowConfig(...))."
+    )
 
 
 def _in_a_line(error: Exception) -> str:

@@ -73,8 +73,8 @@ def merge_lora_inplace(
     small reserve is freed so that it can be finished.
 
     Args:
-        model: A PeftModel (or one of peft's tuners, such as ``LoraModel``), or a model of transformers after
-            ``model.load_adapter()`` or ``model.add_adapter()``.
+        model: A PeftModel (or one of peft's tuners, such as ``LoraModel``), or a model of transformers or diffusers
+            after ``model.load_adapter()``, ``load_lora_adapter()`` or ``add_adapter()``.
         adapter_names: The adapters to merge, in this order. None takes the active ones of each layer.
         check_finite: Whether adapters and merged weights must be finite in the dtype of the weight.
         scratch_bytes: The largest temporary of a thread, in bytes; never less than eight rows of a weight. On the CPU

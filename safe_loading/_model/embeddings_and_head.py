@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from safe_loading._core.names import ancestors
 
 
 class EmbeddingsAndHead(NamedTuple):
@@ -53,6 +56,30 @@ def tied_ends_of(model: object) -> EmbeddingsAndHead | None:
     if not others:
         return None
     return EmbeddingsAndHead(embeddings if embeddings in partners or not partners else partners[0], head)
+
+
+def modules_read_past(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules around input embeddings that a model outside of them calls by itself, past their forward.
+
+    So do models of images and texts, which put the features of images among the embedded tokens.
+    """
+    found: set[torch.nn.Module] = set()
+    for outer in model.modules():
+        kind: Any = type(outer)
+        if not _calls_embeddings(kind):
+            continue
+        embeddings = _ask(outer, "get_input_embeddings")
+        path = next((name for name, module in outer.named_modules() if module is embeddings), "")
+        found.update(outer.get_submodule(name) for name in ancestors(path) if name not in ("", path))
+    return found
+
+
+@functools.cache
+def _calls_embeddings(model: type[Any]) -> bool:
+    try:
+        return "get_input_embeddings()" in inspect.getsource(inspect.unwrap(model.forward))
+    except (OSError, TypeError):  # no source
+        return False
 
 
 def computes_by_tie_flag(model: torch.nn.Module) -> bool:

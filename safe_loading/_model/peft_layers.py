@@ -11,7 +11,6 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from transformers import PreTrainedModel
 
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.walk import unordered_modules
@@ -63,19 +62,20 @@ def whose_layers(model: torch.nn.Module) -> str | None:
 
 
 def tuner_of(model: torch.nn.Module) -> BaseTuner | None:
-    """Return peft's tuner of a model, also of one into which transformers' ``load_adapter`` put the layers itself."""
+    """Return peft's tuner of a model, also of one into which transformers or diffusers put the layers themselves."""
     tuner = model if isinstance(model, BaseTuner) else getattr(model, "base_model", None)
     if isinstance(tuner, BaseTuner):
         return tuner
+    integrated: Any = model
     configs: dict[str, PeftConfig] | None = getattr(model, "peft_config", None)
-    if not (isinstance(model, PreTrainedModel) and configs and is_integrated(model)):
+    if has_adapters(model) or not (configs and is_integrated(model) and hasattr(model, "active_adapters")):
         return None
     kind = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(next(iter(configs.values())).peft_type)]
     around = kind.__new__(kind)  # its constructor would put other layers in
     torch.nn.Module.__init__(around)
     around.model, around.peft_config = model, configs
     around.targeted_module_names = []  # which peft looks through for tied ones, to warn of them
-    around.active_adapter = model.active_adapters()
+    around.active_adapter = integrated.active_adapters()
     return around
 
 

@@ -60,12 +60,7 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
     problems = []
     for parameter in parameters:
         name, tensor = parameter.name, parameter.tensor
-        if tensor.ndim == 0:
-            problems.append(
-                f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
-                f"wrap_fsdp_meta_safe"
-            )
-        elif not tensor.is_contiguous():
+        if not tensor.is_contiguous():
             problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif is_four_bit(tensor) and not tensor.dtype.is_floating_point:
             problems.append(

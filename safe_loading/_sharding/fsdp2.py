@@ -74,12 +74,7 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
     problems = []
     for parameter in parameters:
         name, tensor = parameter.name, parameter.tensor
-        if tensor.ndim == 0:
-            problems.append(
-                f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
-                f"wrap_fsdp_meta_safe"
-            )
-        elif len(tensor) and not tensor.numel():  # torch splits a tensor without rows
+        if len(tensor) and not tensor.numel():  # torch splits a tensor without rows
             problems.append(
                 f"{name} {list(tensor.shape)} has rows without elements: pass it in ignored_params= of "
                 f"wrap_fsdp_meta_safe"

@@ -16,15 +16,14 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from safe_loading._core.names import PEFT_PREFIX, WRAPPER_PARTS, ancestors, canonical, nearest
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of, modules_read_past
 from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
 _Choice = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
 Wrap = _Choice | ModuleWrapPolicy
 
-# A list of modules smaller than this fraction of the largest list (a few heads) is not split into units: each would
-# cost a collective and free next to nothing.
+# Of the largest list: elements of a smaller one (a few heads) would cost collectives, and free next to nothing.
 _SMALLEST_LIST = 1 / 16
 # What the decoders of transformers call the norm after their last layer.
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
@@ -109,7 +108,8 @@ def _default_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> list
     hints = (vars(module).get(attribute) or getattr(type(module), attribute, None) for module in modules.values())
     class_names = {class_name for of_module in hints for class_name in of_module or ()}
     hinted = [name for name, module in modules.items() if name and type(module).__name__ in class_names]
-    return hinted or _elements_of_lists(modules) or _children(model)
+    past = modules_read_past(model) if hinted else set()
+    return [name for name in hinted if modules[name] not in past] or _elements_of_lists(modules) or _children(model)
 
 
 def _elements_of_lists(modules: Mapping[str, nn.Module]) -> list[str]:

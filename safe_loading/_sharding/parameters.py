@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from safe_loading._core.names import canonical, first_names
@@ -103,6 +104,32 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
     if problems:
         raise ArgumentError("ignored_params= names what the model does not have:", problems)
     return matched
+
+
+def scalars_of(parameters: Iterable[ModelTensor]) -> set[nn.Parameter]:
+    """Return the parameters without a dimension to split, such as CLIP's temperature, which FSDP refuses to take."""
+    return {each.tensor for each in parameters if isinstance(each.tensor, nn.Parameter) and not each.tensor.ndim}
+
+
+def average_gradients(parameters: Iterable[ModelTensor], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Average the gradients of parameters that every rank keeps whole, as FSDP averages those of shards.
+
+    FSDP leaves that to whoever keeps a parameter from it, and each rank would train values of its own, which nothing
+    tells. An average is its own average, so a script may do the same.
+    """
+
+    def average(gradient: torch.Tensor) -> torch.Tensor:
+        averaged = torch.clone(gradient, memory_format=torch.contiguous_format)
+        for group in groups:
+            dist.all_reduce(averaged, group=group)
+            averaged /= dist.get_world_size(group)
+        return averaged
+
+    for each in parameters:
+        module, name = each.places[0]
+        parameter = module._parameters[name]  # the wrap has put a new one there
+        if parameter is not None and parameter.requires_grad:
+            parameter.register_hook(average)  # type: ignore[no-untyped-call]  # of torch
 
 
 def described(parameters: Sequence[ModelTensor], buffers: Sequence[ModelTensor]) -> list[str]:

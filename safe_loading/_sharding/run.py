@@ -28,6 +28,7 @@ from .four_bit import refuse_packed_by_root, share_statistics
 from .freed_after_passes import free_after_passes
 from .local_shard import ElementRange, LocalShard
 from .mesh import WrapMesh, make_mesh
+from .parameters import average_gradients
 from .same_batch import compare_first_batch
 from .scatter import send_root_values, warm_up
 from .setup import Setup
@@ -95,6 +96,7 @@ def run_wrap(setup: Setup, ranks: Ranks, path: Path | None) -> WrapResult:
         with job.together("check the wrapped model"):
             not_sharded = {each.name for each in (*setup.tensors.ignored, *setup.tensors.left_alone)}
             check_whole(result.model, setup.how.version, not_sharded)
+    average_gradients(setup.tensors.ignored, mesh.fsdp.get_all_groups())
     replicated_bytes = sum(each.nbytes for each in (*setup.tensors.ignored, *setup.tensors.buffers))
     return dataclasses.replace(result, local_bytes=result.local_bytes + replicated_bytes, findings=findings)
 

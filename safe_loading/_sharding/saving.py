@@ -83,7 +83,9 @@ class SavingWhole:
         save: Callable[..., object] = getattr(type(self.model), _METHOD)
         # by name, because the state dict is added and the other options are read
         options |= dict(zip(list(inspect.signature(save).parameters)[1:], args, strict=False))
-        if options.get("state_dict") is not None:
+        if (given := options.get("state_dict")) is not None:
+            if not given and options.get("is_main_process") is False:
+                return None  # accelerate's get_state_dict gives it to other ranks; peft looks for saved modules in it
             with _as_one_process_has_it(self.model):
                 return save(self.model, **options)
         options.pop("state_dict", None)

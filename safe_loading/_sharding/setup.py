@@ -39,6 +39,7 @@ from .parameters import (
     gradient_problems,
     ignored_parameters,
     parameters_of,
+    scalars_of,
 )
 from .plain_attributes import refuse_attributes_on_meta
 from .tensor_split import TensorSplit
@@ -78,7 +79,7 @@ class TensorRoles:
     """The role of each tensor of the model: sharded, kept whole, or left alone."""
 
     sharded: tuple[ModelTensor, ...]  # the parameters that are split
-    ignored: tuple[ModelTensor, ...]  # the parameters that every rank keeps whole, because the caller wants it so
+    ignored: tuple[ModelTensor, ...]  # the parameters that every rank keeps whole: what the caller names, and scalars
     buffers: tuple[ModelTensor, ...]  # the buffers, which every rank keeps whole
     left_alone: tuple[ModelTensor, ...]  # what an earlier call wrapped or kept whole
 
@@ -217,8 +218,8 @@ def assign_roles(
     if problems:  # first: what peft notes of them is on meta, too
         raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
     refuse_attributes_on_meta(model)
-    kept = ignored_parameters(model, ignored)
     every = parameters_of(model)
+    kept = ignored_parameters(model, ignored) | scalars_of(every)
     parameters = every if before is None else attached(model, before)
     taken = {id(parameter.tensor) for parameter in parameters}
     roles = TensorRoles(

@@ -141,7 +141,12 @@ def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> Ten
     # stacked experts have a style apart from their module
     apart = {each.name: plan[key(each.name)] for each in parameters if key(each.name) in plan}
     problems = apart_problems(parameters, styles, apart)
-    problems += [f"{each.name} is kept whole: leave ignored_params= out" for each in tensors.ignored]
+    problems += [
+        f"{each.name} is kept whole: leave ignored_params= out"
+        if each.tensor.ndim
+        else f"{each.name} is a scalar, which no rank may train alone"
+        for each in tensors.ignored
+    ]
     problems += [*_adapter_problems(model), *_dropout_problems(base), *_unsaid(model, styles)]
     for path, module in walk_modules(model):
         problems += _module_problems(canonical(path), module, styles.get(module))

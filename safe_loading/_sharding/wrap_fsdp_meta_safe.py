@@ -106,7 +106,8 @@ def wrap_fsdp_meta_safe(
             in float32).
         offload_policy: Whether the shards stay on the host, or the policy class of that FSDP version.
         device: The device of this rank; None takes :func:`device_for_rank`, which is the CPU without an accelerator.
-        ignored_params: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
+        ignored_params: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone;
+            so are scalars, which it cannot split. The gradients of those that are trained are averaged over the ranks.
         adapters: Folder or hub id of the adapter that the model has, or ``{name: folder}`` for several: rank 0 alone
             downloads and reads it, and its values are scattered.
         init_new: Called on each module that has parameters which the source does not have, on rank 0, on the CPU,

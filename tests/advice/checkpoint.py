@@ -36,6 +36,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "set megatron_core to": _MENDED,
         "correct the number": _MENDED,
     },
+    "_checkpoint/adapter_patterns.py": {
+        "put {} before {} in the file": "loading/test_load_advice.py::"
+        "test_patterns_that_were_sorted_are_put_into_the_order_of_the_training"
+    },
     "_checkpoint/left_over.py": {
         "delete {} from config.json": "loading/test_left_over_quantization.py::"
         "test_every_verb_refuses_it_and_takes_the_weights_once_it_is_deleted"

@@ -66,8 +66,15 @@ TAKEN: dict[str, dict[str, str]] = {
         "set it to False": _ARGS,
         "set it to None on a copy": _ARGS,
         "set it on a copy of the arguments": _ARGS,
+        "set it to {} on a copy": "core/test_training_args.py::"
+        "test_passes_beside_the_steps_that_may_take_more_are_refused",
         "pass sequence_length=": _ARGS,
         "pass the tokens of both": _ARGS,
+        "leave it out": f"{_JOBS}::test_settings_of_accelerates_file_that_no_forecast_has",
+        "leave it out of a copy": "core/test_training_args.py::"
+        "test_the_options_of_checkpointing_are_those_that_the_trainer_passes_on",
+    },
+    "_core/job_args.py": {
         "pass all of them": f"{_JOBS}::test_groups_of_ranks_that_hold_the_model_each",
         "leave it out": f"{_JOBS}::test_settings_of_accelerates_file_that_no_forecast_has",
         "Leave it out of a copy": f"{_JOBS}::test_settings_of_deepspeeds_that_were_not_held_against_it",
@@ -82,6 +89,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_core/workload_problems.py": {
         "pass context_length={} and decode_steps=": _DECODED,
+        "leave labels=False, fused_lm_head=": "memory/test_trl_trainers.py::"
+        "test_what_a_loss_of_pairs_was_not_held_against_is_refused",
         "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
         "leave it out": _PACKED,
         "pass completion_length= too": "memory/test_grpo_step.py::test_what_is_no_step_of_grpo_is_refused",

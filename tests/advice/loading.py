@@ -31,6 +31,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/inject.py": {
         ", or set megatron_config to null": f"{_ADVISED}"
         "test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it",
+        "Make it again over the adapters": f"{_ADVISED}test_a_saved_router_is_made_again_over_its_adapters",
         "Load the base, call resize_token": "loading/test_vocabularies.py::"
         "test_a_trained_row_that_the_base_lacks_is_told",
         "pass the one that it was trained on": f"{_ADVISED}"

@@ -111,7 +111,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "make the optimizer after": _AUDIT,
         ", or name them in modules_to_save": _AUDIT,
     },
-    "_memory/audit/unmatched.py": {"leave the {} out": _AUDIT},
+    "_memory/audit/unmatched.py": {
+        "leave the {} out": _AUDIT,
+        "give each module one key": "memory/test_audit_users_models.py::"
+        "test_patterns_whose_order_is_lost_are_told_before_they_are_saved",
+    },
     "_memory/audit/untrained.py": {
         "call model.base_model.{}": _LOST,
         "train the one that was loaded": _AUDIT,

@@ -66,14 +66,12 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/fsdp1.py": {
         "pass a bool or a CPUOffload": _SHARDED,
-        "make it a tensor of one element": _SHARDED,
         "call .contiguous()": _SHARDED,
         "load the base with {}": f"{_WRAP}_fsdp1.py::test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
     },
     "_sharding/fsdp2.py": {
         "pass MixedPrecisionPolicy(": _SHARDED,
         "pass a bool or an OffloadPolicy": _SHARDED,
-        "make it a tensor of one element": _SHARDED,
         "pass it in ignored_params=": _SHARDED,
         "call .contiguous()": _SHARDED,
         "wrap the plain model": f"{_PARTS}test_what_transformers_has_split_is_refused_and_the_road_is_right",

@@ -23,7 +23,7 @@ OTHER_FILES = {
     "_checkpoint/signer.py": (1, "a key that the user names, which may be anywhere"),
     "_checkpoint/hub.py": (2, "references of the hub's cache, which huggingface_hub wrote"),
     "_commands/explain.py": (1, "the explanations, which this package ships"),
-    "_core/training_args.py": (1, "DeepSpeed's settings, in the file that a trainer's arguments name"),
+    "_core/job_args.py": (1, "DeepSpeed's settings, in the file that a trainer's arguments name"),
     "_demo/torchrun.py": (1, "what the demo's own ranks wrote"),
     "_memory/plan/device_memory.py": (4, "/proc/meminfo, and three files of this process's control group"),
     "_merging/weights/offloaded.py": (2, "weights that accelerate has opened and offloaded already"),

@@ -65,6 +65,89 @@ def test_the_arguments_of_a_trainer(tmp_path: Path) -> None:
     assert Workload.from_training_args(cached, 64) == Workload.train(8, 64, use_cache=True)
 
 
+def test_the_options_of_checkpointing_are_those_that_the_trainer_passes_on(tmp_path: Path) -> None:
+    def asked(**options: Any) -> object:
+        given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
+        return Workload.from_training_args(plain(tmp_path, **given), 64).gradient_checkpointing
+
+    assert asked() is asked(use_reentrant=False) is asked(offload=False, use_reentrant=False) is True
+    # torch's own default, where it is given an option
+    assert asked(use_reentrant=True) == asked(preserve_rng_state=False) == {"use_reentrant": True}
+    few = {"use_reentrant": True, "every_n_layers": 2}
+    assert asked(**few) == few
+    assert asked(every_n_layers=3) == {"every_n_layers": 3}
+    assert not Workload.from_training_args(
+        plain(tmp_path, gradient_checkpointing_kwargs=few), 64
+    ).gradient_checkpointing
+    with pytest.raises(ArgumentError, match=r"context_fn, offload, and .*: leave it out of a copy of the arguments"):
+        asked(offload=True, context_fn=print, use_reentrant=False)
+    assert asked(use_reentrant=False) is True
+    step = Workload.train(1, 16, gradient_checkpointing=few)
+    assert Workload.from_facts(json.loads(json.dumps(step.facts()))) == step
+    assert eval(repr(step), {"Workload": Workload}) == step
+    wrong: Any
+    for wrong in ({"offload": True}, {"layers": 2}, {}, {"use_reentrant": 1}, {"every_n_layers": 0}, "reentrant"):
+        with pytest.raises(ArgumentError, match=r"gradient_checkpointing=.*: True or False, or options of it such as"):
+            step.replace(gradient_checkpointing=wrong)
+
+
+def test_the_options_of_an_optimizer_choose_its_rule(tmp_path: Path) -> None:
+    def read(**said: Any) -> object:
+        return Workload.from_training_args(plain(tmp_path, **said), 64).optimizer
+
+    assert read(optim="sgd") == read(optim="sgd", optim_args="momentum=0.0,dampening=0") == "sgd"
+    assert read(optim="sgd", optim_args="momentum=0.9, nesterov=true") == "sgd_momentum"
+    assert read(optim="sgd", optim_args="momentum=0.9", weight_decay=0.1) == "sgd_momentum_decayed"
+    assert read(optim="rmsprop", optim_args="alpha=0.9,centered=false", weight_decay=0.1) == "rmsprop_decayed"
+    assert read(optim="adamw_torch", weight_decay=0.1) == "adamw_foreach"  # in place
+    with pytest.raises(ArgumentError, match=r"optim_args has centered and momentum.*leave it out of a copy"):
+        read(optim="rmsprop", optim_args="momentum=0.9,centered=true")
+    assert read(optim="rmsprop") == "rmsprop"
+
+
+def test_passes_beside_the_steps_that_may_take_more_are_refused(trl: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+    before = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 16}
+    cases: list[tuple[Any, dict[str, Any], str, dict[str, Any]]] = [
+        (TrainingArguments, {"eval_on_start": True}, "set it to False", {"eval_on_start": False}),
+        (TrainingArguments, {"full_determinism": True}, "set it to False", {"full_determinism": False}),
+        (trl.DPOConfig, before, "set it to None on a copy", {"precompute_ref_batch_size": None}),
+        (
+            trl.GRPOConfig,
+            {"eval_strategy": "epoch", "per_device_eval_batch_size": 16},
+            "set it to 8 on a copy",
+            {"per_device_eval_batch_size": 8},
+        ),
+        (trl.GRPOConfig, {"cast_lm_head_to_fp32": True}, "set it to False", {"cast_lm_head_to_fp32": False}),
+        (trl.GRPOConfig, {"cache_implementation": "static"}, "leave it out", {"cache_implementation": None}),
+        (trl.RLOOConfig, {"generation_kwargs": {"num_beams": 2}}, "leave it out", {"generation_kwargs": None}),
+        (
+            trl.RLOOConfig,
+            {"use_transformers_continuous_batching": True},
+            "set it to False",
+            {"use_transformers_continuous_batching": False},
+        ),
+    ]
+    for kind, said, advice, taken in cases:
+        args = kind(**given, **said)
+        with pytest.raises(ArgumentError, match=advice) as caught:
+            Workload.from_training_args(args, 1024)
+        assert len(caught.value.problems) == 1
+        for name, value in taken.items():
+            setattr(args, name, value)
+        assert Workload.from_training_args(args, 1024)
+    split = plain(tmp_path, accelerator_config={"split_batches": True})
+    with pytest.raises(ArgumentError, match=r"split_batches=True of accelerator_config: .* set it to False"):
+        Workload.from_training_args(split, 64)
+    split.accelerator_config.split_batches = False
+    assert Workload.from_training_args(split, 64) == Workload.train(8, 64)
+    # which evaluate no more rows than they train, or have an evaluation that is counted
+    assert Workload.from_training_args(trl.DPOConfig(**given, **before, per_device_train_batch_size=16))
+    both = plain(tmp_path, eval_on_start=True, eval_strategy="steps", per_device_eval_batch_size=16)
+    assert Workload.from_training_args(both, 64).eval_batch_size == 16
+    assert Workload.from_training_args(trl.GRPOConfig(**given, use_vllm=True, cache_implementation="static"), 1024)
+
+
 def test_ligers_head_is_that_of_a_plain_trainer_that_asks_for_it(tmp_path: Path) -> None:
     def head(**said: Any) -> object:
         return Workload.from_training_args(plain(tmp_path, use_liger_kernel=True, **said), 64).fused_lm_head

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,17 @@ def test_a_path_that_the_system_cannot_name_is_a_finding():
 def test_a_fifo_is_a_finding(tmp_path):
     os.mkfifo(tmp_path / "x.safetensors")
     assert codes(check_checkpoint(tmp_path / "x.safetensors")) == {"not-regular": "error"}
+
+
+@pytest.mark.parametrize("of_lightning", [False, True])
+def test_the_command_converts_the_weights_of_a_state_of_training_too(tmp_path, of_lightning):
+    torch, read = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").load_file
+    weights = {"model.weight": torch.ones(2)}
+    torch.save({"epoch": 1, "state_dict": weights} if of_lightning else weights, tmp_path / "last.ckpt")
+    (finding,) = check_checkpoint(tmp_path / "last.ckpt").findings
+    command = finding.fix[finding.fix.index("python -c ") :].removesuffix(".").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, timeout=120)
+    assert torch.equal(read(tmp_path / "last.safetensors")["model.weight"], weights["model.weight"])
 
 
 def test_a_pickle_by_itself_is_an_error_with_the_command(tmp_path):

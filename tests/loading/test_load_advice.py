@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -456,6 +458,44 @@ def test_arguments_of_other_names_have_one_here(
 def test_a_path_that_is_wrong_is_checked(tmp_path: Path, tiny_llama: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="Check the path"):
         load_peft_on_rank(tiny_llama, tmp_path / "no adapter")
+
+
+def test_patterns_that_were_sorted_are_put_into_the_order_of_the_training(tmp_path: Path, tiny_llama: Path) -> None:
+    """peft takes the first key that matches, and writes the keys sorted."""
+    of_one = "model.layers.1.mlp.down_proj"
+    scales = {of_one: 64, "down_proj": 2}
+    config = LoraConfig(r=4, target_modules=["down_proj"], alpha_pattern=scales, init_lora_weights=False)
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), config)
+    adapter = tmp_path / "adapter"
+    trained.save_pretrained(str(adapter))
+    told = rf"gives {re.escape(of_one)} 2 by its key 'down_proj'.* Fix: put '{re.escape(of_one)}' before 'down_proj'"
+    for verb in (load_peft_on_rank, lambda *folders: merge_lora_checkpoint(*folders, tmp_path / "merged")):
+        with pytest.raises(AdapterError, match=told):
+            verb(tiny_llama, adapter)
+    assert [found.code for found in check_checkpoint(adapter).findings] == ["pattern-order"]
+    change_config(adapter, alpha_pattern=scales)
+    assert check_checkpoint(adapter).ok
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), logits(trained))
+    change_config(adapter, alpha_pattern={"down_proj": 2, f"{of_one}s": 64})  # which matches nothing
+    assert load_peft_on_rank(tiny_llama, adapter).load_report.ok
+
+
+@needs("peft", "0.20")
+def test_a_saved_router_is_made_again_over_its_adapters(tmp_path: Path, tiny_llama: Path) -> None:
+    """peft writes the names of the adapters that Arrow chooses among, and does not read them."""
+
+    def routed(adapters: list[Path]) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+        return peft.create_arrow_model(base, [str(path) for path in adapters], peft.ArrowConfig(top_k=1, rng_seed=0))
+
+    of_tasks = {"target_modules": ["q_proj"], "task_type": None}
+    adapters = [save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, **of_tasks) for seed in (1, 2)]
+    model = routed(adapters)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match=r"Make it again over .*'task_0', 'task_1'.*peft\.create_arrow_model"):
+        load_peft_on_rank(tmp_path / "arrow_router", tiny_llama)
+    again = routed([tmp_path / "task_0", tmp_path / "task_1"])
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it(

@@ -54,6 +54,27 @@ def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_ada
     assert "load_lora_weights" in check_checkpoint(tmp_path / "lora").findings[0].fix
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha",
+        "unet.up_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.lora.up.weight",
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight",
+    ],
+)
+def test_a_lora_in_one_file_is_named_as_that_of_a_pipeline(tmp_path: Path, tiny_llama: Path, name: str) -> None:
+    file = tmp_path / "my_style.safetensors"
+    save_file({"other.weight": torch.ones(2), name: torch.ones(2, 2)}, file)
+    for path in (tmp_path, file):
+        with pytest.raises(CheckpointNotFound, match=rf"my_style.* LoRA for a pipeline .*by '{name}'; load it there"):
+            load_peft_on_rank(path, tiny_llama)
+    assert "load_lora_weights" in check_checkpoint(tmp_path).findings[0].fix
+    save_file({"model.layers.0.mlp.lora_proj.weight": torch.ones(2, 2)}, file)  # a plain model
+    with pytest.raises(CheckpointNotFound, match="pass its folder"):
+        load_peft_on_rank(file, tiny_llama)
+
+
 class Net(torch.nn.Module):
     """A model of another library."""
 

@@ -146,6 +146,21 @@ def test_layers_of_a_head_that_is_trained_whole_are_no_unknown_names() -> None:
     assert "SL138" in codes(model, STEP)
 
 
+def test_patterns_whose_order_is_lost_are_told_before_they_are_saved() -> None:
+    def found(**patterns: dict[str, int]) -> list[str]:
+        model = get_peft_model(
+            LlamaForCausalLM(LlamaConfig(**SIZES)),
+            LoraConfig("CAUSAL_LM", target_modules=["k_proj", "q_proj"], **patterns),
+        )
+        return [each.message for each in audit_model(model.train(), STEP).findings if each.code == "SL138"]
+
+    for field in ("rank_pattern", "alpha_pattern"):
+        (told,) = found(**{field: {"self_attn.q_proj": 4, "q_proj": 2, "k_proj": 3}})
+        assert told.startswith(f"{field} of adapter 'default' gives model.layers.0.self_attn.q_proj 4 here, and 2 once")
+        assert not found(**{field: {"self_attn.q_proj": 4, "k_proj": 3}})
+        assert not found(**{field: {"self_attn.q_proj": 4, "q_proj": 4}})
+
+
 def test_a_head_is_no_teacher() -> None:
     found = codes(Refined(student(adapter=True)), STEP)
     assert "SL114" not in found

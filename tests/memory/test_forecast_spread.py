@@ -355,6 +355,18 @@ def test_the_ways_to_spread_a_job_on_the_command_line(tmp_path: Path, capsys: py
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [Spread.fsdp1, Spread.fsdp2])
+def test_a_scalar_is_whole_on_a_rank_and_takes_what_a_row_of_one_does(kind: Any) -> None:
+    """As CLIP's temperature, which FSDP refuses to split, and the wrap keeps from it."""
+
+    def peak(shape: tuple[int, ...]) -> int:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        model.register_parameter("scale", torch.nn.Parameter(torch.ones(shape)))
+        return predict_memory(model, Workload.train(2, 16), spread=kind(2), context_bytes=0).allocated_peak_bytes
+
+    assert peak(()) == pytest.approx(peak((1,)), abs=4096)
+
+
 def test_the_units_of_accelerate() -> None:
     """They are ours since accelerate 1.15, but a model in 16 bits is trained in float32."""
     step = Workload.train(2, 48)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from allocator import peak_above_start
+from allocator_truth import above_start
 from models import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from safe_loading import TraceError, Workload, predict_memory
+from safe_loading._memory.trace.trace_step import trace_step
 
 STEP = Workload.train(1, 16)
 
@@ -34,6 +37,28 @@ def test_the_state_of_schedule_free_is_that_of_the_trainers(name: str, tmp_path:
     forecast = predict_memory(model, Workload.from_training_args(arguments, 16))
     assert forecast.components["optimizer"] == expected
     assert forecast.workload.optimizer == name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sgd", {}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True}), ("rmsprop", {})],
+)
+def test_weights_that_decay_take_a_copy_of_their_gradients(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    said = ",".join(f"{option}={value}" for option, value in options.items())
+    arguments = TrainingArguments(str(tmp_path), optim=name, optim_args=said or None, use_cpu=True, report_to=[])
+    arguments.weight_decay = 0.1
+    step, model = Workload.from_training_args(arguments, 16), made()
+    kind = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}[name]
+    optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1, foreach=True, **options)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        taken = peak_above_start(optimizer.step)
+    traced = above_start(trace_step(model, step), "optimizer")
+    assert traced == pytest.approx(taken, abs=64)
+    assert traced >= sum(parameter.nbytes for parameter in model.parameters())
+    kept = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+    assert predict_memory(model, step).components.get("optimizer", 0) == pytest.approx(kept, abs=256)
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

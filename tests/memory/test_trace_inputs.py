@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from allocator_truth import above_start, generation
+from allocator import peak_above_start
+from allocator_truth import above_start, generation, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import skip_unless_buildable, tiny_config
 from torch import nn
@@ -299,6 +300,33 @@ def test_pairs_of_sentences_and_sounds_have_one_label_each() -> None:
     sounds = {"input_values": torch.empty(2, 1024, 128, device="meta")}
     trace = trace_step(made("ASTForAudioClassification"), TRAIN, inputs=sounds)
     assert [block.bytes for block in trace.allocations if block.component == "inputs"][-1] == 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("BertForQuestionAnswering", ("start_positions", "end_positions")),
+        ("BertForPreTraining", ("labels", "next_sentence_label")),
+        ("AlbertForPreTraining", ("labels", "sentence_order_label")),
+        ("Gemma3ForSequenceClassification", ("labels",)),  # takes them by **kwargs, for its base
+        ("Qwen3_5ForSequenceClassification", ("labels",)),
+    ],
+)
+def test_a_step_is_that_of_the_loss_which_the_head_computes(name: str, targets: tuple[str, ...]) -> None:
+    skip_unless_buildable(name)
+    model = getattr(transformers, name)(tiny_config(name)).train()
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
+    model.config.get_text_config().use_cache = False
+    mine = above_start(trace_step(model, TRAIN), "forward", "backward")
+
+    def step() -> None:
+        batch = tokens(model, 2, 16)
+        for target in targets:
+            of_tokens = target == "labels" and name.endswith("PreTraining")
+            batch[target] = torch.ones((2, 16) if of_tokens else (2,), dtype=torch.long)
+        model(**batch).loss.backward()
+
+    assert mine == peak_above_start(step)
 
 
 @pytest.mark.parametrize("name", ["Llama4ForCausalLM", "PhimoeForCausalLM"])

@@ -34,8 +34,8 @@ def made(kind: str = "Llama") -> Any:
     return model_class(copy.deepcopy(config))  # a trainer writes to the config
 
 
-def batch_of(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    ids = torch.full((rows, TOKENS), 5)
+def batch_of(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    ids = torch.full((rows, tokens), 5)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
@@ -85,6 +85,29 @@ def test_trls_trainer_runs_the_model_twice_for_smoothed_labels(tmp_path: Path) -
             loss.backward()
 
         assert traced == pytest.approx(peak_above_start(run), rel=0.002)
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"every_n_layers": 2}, {"every_n_layers": 3}])
+def test_the_options_of_checkpointing_are_those_of_the_step(options: dict[str, Any]) -> None:
+    narrow = LlamaConfig(**{**SIZES, "num_hidden_layers": 12, "intermediate_size": 512}, vocab_size=101)
+    step = STEP.replace(sequence_length=512)
+    model = LlamaForCausalLM(narrow).train()
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers checkpoints every layer")
+    whole, some = (
+        above_start(trace_step(LlamaForCausalLM(narrow), step.replace(gradient_checkpointing=asked)), *PHASES)
+        for asked in (True, options)
+    )
+    few = {name: options[name] for name in ("every_n_layers",) if name in options}
+    # a CPU's random state takes 5 KiB in each checkpoint
+    asked = {"use_reentrant": options.get("use_reentrant", False), "preserve_rng_state": False}
+    model.activation_checkpointing_enable(asked, **few)
+
+    def run() -> None:
+        model(**batch_of(tokens=512), use_cache=False).loss.backward()
+
+    assert some == pytest.approx(peak_above_start(run), rel=0.002)
+    assert some > whole * 1.01
 
 
 def test_an_evaluation_takes_what_a_forward_pass_does_beside_the_optimizer() -> None:
@@ -213,10 +236,10 @@ ON_CUDA = """
     SIZES = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, vocab_size=4000)
     ROWS, TOKENS = 4, 128
 
-    def compare(arguments, **step):
-        config = BertConfig(**SIZES)
+    def compare(arguments, sizes=SIZES, **step):
+        config = BertConfig(**sizes)
         work = Workload.train(ROWS, TOKENS, **step)
-        predicted = predict_memory(BertConfig(**SIZES), work, capability=(9, 0), auto_class=BertForMaskedLM)
+        predicted = predict_memory(BertConfig(**sizes), work, capability=(9, 0), auto_class=BertForMaskedLM)
         # without a mask, whose values no simulated kernel makes
         rows = [{"input_ids": [5] * TOKENS, "labels": [5] * TOKENS}] * 64
         args = TrainingArguments(
@@ -251,6 +274,10 @@ ON_CUDA = """
     case(lambda: compare({"eval_strategy": "steps", "eval_steps": 1}, eval_batch_size=8), "evaluation")
     case(lambda: compare({"eval_strategy": "steps", "eval_steps": 1, "bf16": True, "gradient_checkpointing": True},
                          eval_batch_size=8, autocast="bfloat16", gradient_checkpointing=True), "mixed evaluation")
+    for options in ({"use_reentrant": True}, {"every_n_layers": 2}):
+        asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
+        few_words = SIZES | {"vocab_size": 100, "num_hidden_layers": 4}
+        case(lambda: compare(asked, few_words, gradient_checkpointing=options), next(iter(options)))
 """
 
 
@@ -258,7 +285,7 @@ ON_CUDA = """
 def test_the_trainer_itself_takes_the_forecast_on_a_card(simulated_cuda: CudaRunner) -> None:
     found = simulated_cuda.run(ON_CUDA, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": None, "SIMCUDA_DEVICES": "1"})
     del found["code"]
-    assert len(found) == 6
+    assert len(found) == 8
     for name, (predicted, real) in found.items():
         # the masks that are not passed here, and a few numbers a step
         assert predicted == pytest.approx(real, abs=8 * 4 * 128 * 4 + 4096), name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,9 +22,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from safe_loading import Workload, audit_model, plan_device_map, predict_memory
+from safe_loading import ArgumentError, Spread, TraceError, Workload, audit_model, plan_device_map, predict_memory
 from safe_loading._memory.trace import fused_lm_head
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.formats.four_bit import QLORA
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
 
 CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -172,6 +178,75 @@ def test_the_arguments_say_what_the_audit_of_their_trainer_reads(
         assert found.workload == said.replace(adapter=None, model_init_kwargs=None, router_aux_loss_coef=0.0), kind
 
 
+@pytest.mark.parametrize("adapter", [None, LORA])
+@pytest.mark.parametrize(
+    ("kind", "said", "loss"),
+    [
+        ("ORPO", {}, "orpo"),
+        ("CPO", {}, "cpo"),
+        ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}, "cpo_without_nll"),
+    ],
+)
+def test_a_loss_of_pairs_takes_what_trls_trainer_does(
+    trl: Any, tmp_path: Path, kind: str, said: dict[str, Any], loss: str, adapter: LoraConfig | None
+) -> None:
+    module: Any = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    plain = {"gradient_checkpointing": False, "remove_unused_columns": False}
+    args = getattr(module, f"{kind}Config")(**options(tmp_path), **plain, max_length=TOKENS, **said)
+    words = " ".join(["w5"] * TOKENS)
+    rows = table({"prompt": [words[: TOKENS * 2]] * 8, "chosen": [f" {words}"] * 8, "rejected": [f" {words}"] * 8})
+    trainer = getattr(module, f"{kind}Trainer")(
+        made(), args, train_dataset=rows, processing_class=tokenizer(), peft_config=copy.deepcopy(adapter)
+    )
+    step = Workload.from_training_args(args, adapter=adapter)
+    assert (step.batch_size, step.pair_loss, step.reference, step.fused_lm_head) == (2 * ROWS, loss, None, False)
+    assert step.model_init_kwargs == {"dtype": "auto"}
+    batch = next(iter(trainer.get_train_dataloader()))
+    # a prompt is taken to be as long as its row
+    held = sum(batch[f"{part}_input_ids"].nbytes * 3 for part in ("chosen", "rejected")) + ROWS * TOKENS * 8 * 2
+
+    def run() -> None:
+        trainer.compute_loss(trainer.model.train(), batch).backward()
+
+    traced = above_start(trace_step(made(), step.replace(optimizer="none")), "forward", "backward")
+    assert traced - held == pytest.approx(peak_above_start(run), abs=256)  # numbers of its metrics
+
+
+def test_the_reentry_that_trl_asks_for_under_zero_3_is_forecast_without(trl: Any, tmp_path: Path) -> None:
+    reentry = {"use_reentrant": True}
+    args: Any = trl.SFTConfig(**options(tmp_path), gradient_checkpointing_kwargs=reentry, max_length=TOKENS)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    args.mixed_precision = "no"
+    assert Workload.from_training_args(args).gradient_checkpointing == reentry
+    assert Workload.from_training_args(args, adapter=LORA).gradient_checkpointing is True
+    args.deepspeed_plugin.zero_stage = 2
+    assert Workload.from_training_args(args, adapter=LORA).gradient_checkpointing == reentry
+
+
+def test_what_a_loss_of_pairs_was_not_held_against_is_refused(trl: Any, tmp_path: Path) -> None:
+    step = Workload.train(4, 16, pair_loss="cpo")
+    assert eval(repr(step), {"Workload": Workload}) == step
+    assert Workload.from_facts(step.facts()) == step
+    three, four = (predict_memory(CONFIG, step.replace(batch_size=rows)).allocated_peak_bytes for rows in (3, 4))
+    assert three == four  # two pairs
+    with pytest.raises(ArgumentError, match=r"pair_loss= was not held against any job over ranks\. Forecast one card"):
+        predict_memory(CONFIG, step, spread=Spread.ddp(2))
+    with pytest.raises(ArgumentError, match="leave labels=False, fused_lm_head="):
+        step.replace(fused_lm_head=True)
+    others = dict.fromkeys(("input_ids", "attention_mask", "labels", "position_ids"), torch.zeros(4, 16).long())
+    with pytest.raises(TraceError, match=r"of rows of text alone, and this model takes attention_mask, .*position_ids"):
+        predict_memory(CONFIG, step, inputs=others)
+    with pytest.raises(ArgumentError, match=r"pair_loss='dpo': one of"):
+        step.replace(pair_loss="dpo")
+    module: Any = importlib.import_module("trl.experimental.cpo")
+    args = module.CPOConfig(**options(tmp_path), generate_during_eval=True)
+    with pytest.raises(ArgumentError, match="generate_during_eval=True"):
+        Workload.from_training_args(args)
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(TraceError, match="pair_loss= was not held against trl with a base in 4 or 8 bits"):
+        predict_memory(CONFIG, step.replace(adapter=LORA), quantization_config=QLORA)
+
+
 @pytest.mark.parametrize("coefficient", [None, 0.0])
 def test_the_loss_of_a_mixtures_routers_is_part_of_the_step(
     trl: Any, tmp_path: Path, coefficient: float | None
@@ -245,3 +320,52 @@ def test_the_advice_about_a_trainers_dtype_taken(trl: Any, tmp_path: Path) -> No
     assert not findings(of_trl={"model_init_kwargs": {"dtype": "bfloat16"}})
     assert not findings(dtype="auto")
     assert not findings(dtype=torch.float32)  # the caller's own choice, not the trainer's
+
+
+PAIRS_ON_CUDA = """
+    import importlib, tempfile
+    import transformers
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from models import tokenizer
+    from peft import LoraConfig
+    from safe_loading import Workload, predict_memory
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    transformers.logging.set_verbosity_error()
+    SIZES = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, vocab_size=2000)
+    ROWS, TOKENS = 2, 128
+    WORDS = " ".join(["w5"] * 2 * TOKENS)
+
+    def compare(kind, adapter=None, **said):
+        module = importlib.import_module(f"trl.experimental.{kind.lower()}")
+        args = getattr(module, f"{kind}Config")(
+            tempfile.mkdtemp(), per_device_train_batch_size=ROWS, max_length=TOKENS, max_steps=3, report_to=[],
+            save_strategy="no", disable_tqdm=True, remove_unused_columns=False, **said,
+        )
+        adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
+        step = Workload.from_training_args(args, adapter=adapter)
+        predicted = predict_memory(LlamaConfig(**SIZES), step, capability=(9, 0))
+        columns = {"prompt": [WORDS[:TOKENS]] * 16, "chosen": [" " + WORDS] * 16, "rejected": [" " + WORDS] * 16}
+        rows = Dataset(InMemoryTable.from_pydict(columns), fingerprint="rows")
+        getattr(module, f"{kind}Trainer")(
+            LlamaForCausalLM(LlamaConfig(**SIZES)), args, train_dataset=rows, eval_dataset=rows,
+            processing_class=tokenizer(), peft_config=adapter,
+        ).train()
+        return [predicted.allocated_peak_bytes, torch.cuda.max_memory_allocated(0)]
+
+    for kind in ("ORPO", "CPO"):
+        case(lambda: compare(kind, bf16=False, gradient_checkpointing=False), kind)
+        case(lambda: compare(kind, adapter=True), f"{kind}, LoRA")
+        case(lambda: compare(kind, eval_strategy="steps", eval_steps=1), f"{kind}, evaluated")
+"""
+
+
+@pytest.mark.gpu
+def test_trainers_of_pairs_take_the_forecast_on_a_card(trl: Any, simulated_cuda: CudaRunner) -> None:
+    env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536", "SIMCUDA_DEVICES": "1"}
+    found = simulated_cuda.run(PAIRS_ON_CUDA, env=env)
+    del found["code"]
+    assert len(found) == 6
+    for name, (predicted, real) in found.items():
+        assert predicted == pytest.approx(real, abs=16384), name  # prompts as long as their rows, and numbers

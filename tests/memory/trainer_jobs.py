@@ -42,6 +42,8 @@ def fsdp(version: int, **config: Any) -> dict[str, Any]:
 OWN: Any = {"wrapped_by": "accelerate"}
 HALF: Any = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", **OWN}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+BY_REENTRY = {"gradient_checkpointing": {"use_reentrant": True}}
 JOBS = {
     "FSDP2": Job(fsdp(2), Spread.fsdp2(2, **OWN)),
     "FSDP2, LoRA": Job(fsdp(2), Spread.fsdp2(2, **OWN), adapted=True),
@@ -67,6 +69,8 @@ JOBS = {
     "FSDP2, its own checkpointing": Job(
         fsdp(2, activation_checkpointing=True), Spread.fsdp2(2, **OWN), {"gradient_checkpointing": True}
     ),
+    "FSDP2, checkpointing with reentry": Job({**REENTRANT, **fsdp(2)}, Spread.fsdp2(2, **OWN), BY_REENTRY),
+    "FSDP1, checkpointing with reentry": Job({**REENTRANT, **fsdp(1)}, Spread.fsdp1(2, **OWN), BY_REENTRY),
     "FSDP1": Job(fsdp(1), Spread.fsdp1(2, **OWN)),
     "FSDP1, LoRA": Job(fsdp(1), Spread.fsdp1(2, **OWN), adapted=True),
     "FSDP1, its own checkpointing": Job(
@@ -80,6 +84,7 @@ JOBS = {
         Spread.fsdp1(2, backward_prefetch="backward_pre", forward_prefetch=True, **OWN),
     ),
     "FSDP1, evaluated": Job({**EVALUATED, **fsdp(1)}, Spread.fsdp1(2, **OWN), {"eval_batch_size": 8}),
+    "DDP, checkpointing with reentry": Job(REENTRANT, Spread.ddp(2), BY_REENTRY),
     "DDP, checkpointing": Job({"gradient_checkpointing": True}, Spread.ddp(2), {"gradient_checkpointing": True}),
     "DDP, LoRA, checkpointing": Job(
         {"gradient_checkpointing": True, "ddp_bucket_cap_mb": 1},

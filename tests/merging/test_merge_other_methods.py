@@ -351,6 +351,59 @@ def test_what_depends_on_the_input_is_kept_as_an_adapter(
     model(input_ids=torch.arange(3, 11)[None], **tasks)
 
 
+def test_what_x_lora_weighs_is_merged_one_by_one(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    """Its layers are those of LoRA, and their plain sum is not what the model computes."""
+    base = bases[torch.float32]
+    names = {name: saved(tmp_path / name, base, peft.LoraConfig(**LINEAR, r=4)) for name in "01"}
+    model: Any = AutoModelForCausalLM.from_pretrained(base, use_cache=False)
+    config = peft.XLoraConfig(
+        hidden_size=model.config.hidden_size, adapters={name: str(path) for name, path in names.items()}
+    )
+    model = peft.get_peft_model(model, config)
+    expected = logits(model)
+    for chosen in (None, ["0"], ["default"]):
+        with pytest.raises(
+            MergeError, match=r"XLORA adds depends on the input.* To merge one of the LoRAs \['0', '1'\]"
+        ):
+            merge_lora_inplace(model, adapter_names=chosen)
+    assert torch.equal(logits(model), expected)
+    alone: Any = load_peft_on_rank(base, names["0"])  # what the error advises
+    expected = logits(alone)
+    assert torch.allclose(logits(merge_lora_inplace(alone)), expected, atol=1e-5)
+
+
+class Integrated(torch.nn.Sequential):
+    """A model into which its library put the layers of peft, as diffusers does."""
+
+    _hf_peft_config_loaded = False
+
+    def add_adapter(self, config: peft.LoraConfig) -> None:
+        peft.inject_adapter_in_model(config, self, "default")
+        self._hf_peft_config_loaded, self.peft_config = True, {"default": config}
+
+    def active_adapters(self) -> list[str]:
+        return ["default"]
+
+
+@pytest.mark.parametrize("unload", [True, False])
+def test_layers_that_another_library_put_in_itself_are_merged(unload: bool) -> None:
+    inputs = torch.rand(2, 8)
+    model = Integrated(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False))
+    expected, before = model(inputs), model[0].get_base_layer().weight.clone()
+    merged: Any = merge_lora_inplace(model, unload=unload)
+    assert merged is model
+    assert torch.allclose(merged(inputs), expected, atol=1e-6)
+    assert hasattr(merged, "peft_config") is not unload
+    if unload:
+        assert [type(layer) for layer in merged] == [torch.nn.Linear] * 2
+        merged.add_adapter(peft.LoraConfig(r=2, target_modules=["0"]))
+        assert torch.allclose(merged(inputs), expected, atol=1e-6)
+    else:
+        merged[0].unmerge()
+        assert torch.allclose(merged[0].get_base_layer().weight, before, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoraConfig])
 def test_a_weight_that_is_computed_at_each_use_is_refused(tmp_path: Path, method: Any) -> None:
     """Wav2Vec2 norms the weight of one convolution; peft's merge leaves that as it is, without a word."""

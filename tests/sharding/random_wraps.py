@@ -171,6 +171,16 @@ def engine_wrap(model: nn.Module, ours: Any, options: dict[str, Any]) -> nn.Modu
     named = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored = {named[name] for name in ours.fsdp_report.ignored}
+
+    def averaged(gradient: torch.Tensor) -> torch.Tensor:  # a script's own affair with torch
+        average = gradient.clone()
+        for group in mesh.get_all_groups():
+            dist.all_reduce(average, group=group)
+            average /= dist.get_world_size(group)
+        return average
+
+    for parameter in ignored:
+        parameter.register_hook(averaged)
     units = [(unit.name.split(" + "), unit.keeps) for unit in ours.fsdp_report.units if unit.name != "(root)"]
     reshard, dtype = options["reshard_after_forward"], options.get("mp_policy")
     types: dict[str, Any] = {} if dtype is None else {"param_dtype": dtype, "reduce_dtype": torch.float32}

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engines import needs
 from fsdp_cases import NOTHING, gpt2, llama, on_meta, reference, whole
 from rank_server import RankServer
-from tiny_models import tiny_config
+from tiny_models import skip_unless_buildable, tiny_config
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
@@ -57,6 +58,18 @@ class Custom(nn.Module):
 def test_the_layers_the_embeddings_the_head_with_its_norm_and_the_root() -> None:
     assert names(on_meta(llama))[-3:] == ["model.embed_tokens", "model.norm + lm_head", "(root)"]
     assert names(on_meta(llama), flat=True)[-2:] == ["model.layers.2", "(root)"]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_embeddings_that_a_model_around_them_calls_by_itself_are_in_no_unit_of_a_module_between(flat: bool) -> None:
+    """As ModernVBert calls those of its text model, past the module that the text model's hints name."""
+    skip_unless_buildable("ModernVBertModel")
+    with torch.device("meta"):
+        around = transformers.ModernVBertModel(tiny_config("ModernVBertModel"))
+        alone = transformers.ModernBertModel(tiny_config("ModernBertModel"))
+    assert "text_model.embeddings" not in names(around, flat=flat)
+    assert "vision_model.embeddings" in names(around, flat=flat)
+    assert "embeddings" in names(alone, flat=flat)
 
 
 def test_policies_of_torch_for_layers_are_taken_and_others_refused() -> None:

@@ -245,25 +245,6 @@ CASES: dict[str, Case] = {
         r"pass a folder or hub id, or \{name: folder\} for several",
         (wrapped,),
     ),
-    **{
-        f"a scalar for FSDP{version}": Case(
-            lambda f, version=version: wrap_fsdp_meta_safe(
-                with_parameter(on_meta(f), torch.ones(())), f, init_new=lambda module: None, version=version
-            ),
-            r"make it a tensor of one element, or pass it in ignored_params= of wrap_fsdp_meta_safe",
-            (
-                lambda f, version=version: wrap_fsdp_meta_safe(
-                    with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1)), version=version
-                ),
-                lambda f, version=version: wrap_fsdp_meta_safe(
-                    with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(())),
-                    version=version,
-                    ignored_params=["value"],
-                ),
-            ),
-        )
-        for version in any_of((2, 1))
-    },
     "rows without elements": Case(
         lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(4, 0))),
         r"value \[4, 0\] has rows without elements: pass it in ignored_params=",

@@ -130,6 +130,17 @@ for adapter in (True, False):
         for how in ("saved", "given")]
     report(**{f"saved {adapter}": [type(model.config.distributed_config).__name__, *files]})
 
+# as accelerate's scripts save: with its get_state_dict, which is empty on the other ranks
+saving = wrap_fsdp_meta_safe(adapted(loaded(), modules_to_save=["lm_head"], trainable_token_indices=[3, 5]))
+saving.save_pretrained(f"{folder}/by name")
+given = {name: whole(tensor) for name, tensor in saving.state_dict().items()}
+given = given if rank == 0 else {}
+report(others=[
+    error_of(lambda: saving.save_pretrained(f"{folder}/by state", state_dict=given, is_main_process=rank == 0)),
+    dist.barrier() or sorted(load_file(f"{folder}/by state/adapter_model.safetensors"))
+    == sorted(load_file(f"{folder}/by name/adapter_model.safetensors")),
+])
+
 # a checkpoint of shards is refused as a source, and the road that the error names is right
 model = wrapped(2, False)
 with torch.no_grad():
@@ -234,6 +245,11 @@ def test_an_adapter_that_is_saved_before_the_first_step_can_be_trained(found: li
 def test_a_config_that_says_how_to_shard_does_not_hang_a_save(found: list[dict[str, Any]], adapter: bool) -> None:
     file = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert [facts[f"saved {adapter}"] for facts in found] == [["DistributedConfig", [file], [file]]] * 2
+
+
+def test_the_empty_state_that_accelerate_gives_other_ranks_saves_nothing_there(found: list[dict[str, Any]]) -> None:
+    """peft looks in it for the saved modules and the trained tokens, and fails."""
+    assert [facts["others"] for facts in found] == [[None, True]] * 2
 
 
 def test_classes_keep_the_names_by_which_engines_look_them_up(found: list[dict[str, Any]]) -> None:

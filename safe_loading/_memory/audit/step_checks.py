@@ -87,7 +87,7 @@ def _checkpointed_layers(step: TracedStep) -> tuple[list[str], list[str]]:
 
 def _wants_checkpointing(audited: AuditedModel, workload: Workload) -> bool:
     in_arguments = getattr(audited.training_arguments, "gradient_checkpointing", False)
-    return workload.gradient_checkpointing or bool(in_arguments)
+    return bool(workload.gradient_checkpointing or in_arguments)
 
 
 def _check_checkpointing(step: TracedStep, workload: Workload) -> Iterator[Finding]:

@@ -1,16 +1,16 @@
-"""Checks of names in an adapter's config that match nothing in the model, which peft passes over if others match."""
+"""Checks of names in an adapter's config that match nothing in the model, or another key once they are saved."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import get_pattern_key
 
-from safe_loading._checkpoint.adapter_patterns import pattern_problems
+from safe_loading._checkpoint.adapter_patterns import key_pattern, pattern_problems
 from safe_loading._core.report import Finding, counted
 
 from .audited_model import AuditedModel
@@ -47,6 +47,7 @@ def check_unmatched(audited: AuditedModel) -> Iterator[Finding]:
         for field, names in fields.items():
             if names:
                 yield _finding(audited, adapter, field, names, known.get(field, _last_words(modules)))
+        yield from (found for name in _PATTERNS for found in _lost_order(config, name, adapter, adapted))
 
 
 def _without_layers(name: str) -> str:
@@ -83,7 +84,27 @@ def _unmatched_patterns(config: PeftConfig, field: str, names: list[str]) -> lis
     patterns = getattr(config, field, None)
     if not isinstance(patterns, Mapping) or pattern_problems({field: patterns}, names):
         return []
-    return sorted(key for key in patterns if not any(re.match(rf"(.*\.)?({key})$", name) for name in names))
+    return sorted(key for key in patterns if not any(map(key_pattern(key).match, names)))
+
+
+def _lost_order(config: PeftConfig, field: str, adapter: str, names: list[str]) -> list[Finding]:
+    """Return the finding on a module that has another rank or scale once peft has saved the patterns, sorted."""
+    patterns = getattr(config, field, None)
+    if not isinstance(patterns, Mapping) or list(patterns) == sorted(patterns):
+        return []
+    if pattern_problems({field: patterns}, names):
+        return []
+    saved = {key: patterns[key] for key in sorted(patterns)}
+    for name in names:
+        now, then = (each.get(str(get_pattern_key(list(each), name))) for each in (patterns, saved))
+        if now != then:
+            message = (
+                f"{field} of adapter {adapter!r} gives {name} {now!r} here, and {then!r} once it is saved and loaded "
+                f"again: peft takes the first key that matches, and writes them sorted."
+            )
+            fix = "give each module one key that matches it alone, such as its whole name."
+            return [Finding("SL138", "error", field, message, fix)]
+    return []
 
 
 def _last_words(names: Iterable[str]) -> list[str]:

@@ -31,6 +31,7 @@ from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.tensors import inventory
 from safe_loading._sharding import fsdp1
 from safe_loading._sharding.fsdp_units import ShardingUnit, plan_units
+from safe_loading._sharding.parameters import parameters_of, scalars_of
 from safe_loading.errors import ArgumentError
 
 from .fake_tensors import adapter_parts, is_adapter
@@ -99,7 +100,7 @@ def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[i
 
 def _units_of(model: torch.nn.Module, spread: Spread) -> tuple[ShardingUnit, ...]:
     """Return the units of a model: under accelerate peft makes one of each trained matrix of an adapter."""
-    units = plan_units(model, flat=True)
+    units = plan_units(model, ignored=_kept_whole(model, spread), flat=True)
     if spread.wrapped_by == "safe_loading" or not adapter_parts(model):
         return units
     chosen = {name for unit in units for name in unit.modules}
@@ -110,6 +111,11 @@ def _units_of(model: torch.nn.Module, spread: Spread) -> tuple[ShardingUnit, ...
         return module in layers or (weight is not None and weight.requires_grad)
 
     return plan_units(model, is_unit, flat=True)
+
+
+def _kept_whole(model: torch.nn.Module, spread: Spread) -> set[torch.nn.Parameter]:
+    """Return the scalars that every rank keeps as safe_loading wraps; accelerate gives them to FSDP1, which refuses."""
+    return scalars_of(parameters_of(model)) if spread.wrapped_by == "safe_loading" else set()
 
 
 @contextlib.contextmanager
@@ -137,7 +143,8 @@ def flat_sharded(
         units, parts = _units_of(module, spread), adapter_parts(module)
         resharded = spread.reshard_after_forward
         options = {"shard": spread.shard, "use_orig_params": spread.use_orig_params}
-        made = fsdp1.wrap(module, units, mesh, device, policy, offload, (), resharded, **options)
+        whole = _kept_whole(module, spread)
+        made = fsdp1.wrap(module, units, mesh, device, policy, offload, whole, resharded, **options)
         # by default torch fetches ahead in the backward pass, and accelerate nothing
         prefetch = spread.backward_prefetch or ("no_prefetch" if spread.wrapped_by == "accelerate" else "backward_pre")
         fsdp1.set_prefetching(made, backward=BACKWARD_PREFETCH[prefetch], forward=spread.forward_prefetch)

@@ -1,7 +1,9 @@
-"""The forward pass of a traced step and its loss: the model's own, or that of a trainer that smoothes the labels."""
+"""The forward pass of a traced step and its loss: the model's own, or a trainer's of smoothed labels or of pairs."""
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from safe_loading._core.workload import Workload
+from safe_loading.errors import TraceError
 
 from .inputs import StepInputs, engine_base
 from .ledger import Ledger
@@ -22,10 +25,58 @@ Batch = dict[str, torch.Tensor]
 def batch_of(workload: Workload, inputs: StepInputs, ledger: Ledger) -> Batch:
     """Return a batch with its labels, on the device."""
     batch = inputs.batch(workload.batch_size, workload.sequence_length)
-    if workload.labels and "labels" in inputs.names and "labels" not in batch:
-        batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
+    if workload.labels:
+        batch |= inputs.targets(workload.batch_size, workload.sequence_length)
+    if workload.pair_loss:
+        batch = _of_pairs(batch)
     classify_inputs(batch, ledger)
     return batch
+
+
+def _of_pairs(batch: Batch) -> Batch:
+    """Return a batch as the collator of ORPO and CPO has it; a prompt is taken to be as long as its row."""
+    if set(batch) != {"input_ids", "attention_mask", "labels"}:
+        raise TraceError(f"pair_loss= is of rows of text alone, and this model takes {', '.join(sorted(batch))}.")
+    rows = len(batch["input_ids"])
+    half = (rows + 1) // 2
+    parts = {"chosen": slice(half), "rejected": slice(rows - half, None), "prompt": slice(half)}
+    held = {f"{part}_{name}": batch[name][of].clone() for part, of in parts.items() for name in batch}
+    del held["prompt_labels"]
+    return held
+
+
+def _loss_of_pairs(model: torch.nn.Module, workload: Workload, batch: Batch) -> torch.Tensor:
+    """Return the loss of trl's ORPO or CPO, whose own code runs the model and reads its logits."""
+    name = "orpo" if workload.pair_loss == "orpo" else "cpo"
+    try:
+        trainer: Any = getattr(importlib.import_module(f"trl.experimental.{name}"), f"{name.upper()}Trainer")
+    except ImportError as error:
+        raise TraceError(f"pair_loss={workload.pair_loss!r} is run by trl's own code: pip install trl.") from error
+    base: Any = engine_base(model)
+    if getattr(base, "is_quantized", False):
+        raise TraceError("pair_loss= was not held against trl with a base in 4 or 8 bits, which its trainers cast.")
+    own = SimpleNamespace(
+        concatenated_inputs=trainer.concatenated_inputs,
+        get_batch_logps=trainer.get_batch_logps,
+        accelerator=SimpleNamespace(device=batch["chosen_input_ids"].device),
+        aux_loss_enabled=getattr(base.config, "output_router_logits", False),
+        is_encoder_decoder=False,
+        padding_value=0,
+        pad_token_id=0,
+        loss_type="sigmoid",  # any other takes as much
+        cpo_alpha=float(workload.pair_loss == "cpo"),
+        beta=0.1,
+        alpha=0.0,
+        label_smoothing=0.0,
+    )
+
+    def run(ids: torch.Tensor, **options: Any) -> Any:
+        return _run(model, workload, {"input_ids": ids, **options})
+
+    chosen, rejected, *_, likelihood = trainer.concatenated_forward(own, run, batch)[:5]
+    losses = (trainer.odds_ratio_loss if name == "orpo" else trainer.cpo_loss)(own, chosen, rejected)[0]
+    loss: torch.Tensor = likelihood - losses.mean() if name == "orpo" else losses.mean() + own.cpo_alpha * likelihood
+    return loss
 
 
 def forward_pass(
@@ -34,6 +85,8 @@ def forward_pass(
     """Return the loss of a micro-batch; the output of the model is dropped, as by the Trainer."""
     options: dict[str, Any] = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
     of_routers = router_options(model, workload)
+    if workload.pair_loss:
+        return _loss_of_pairs(model, workload, batch)
     if workload.label_smoothing:
         return _smoothed(model, workload, batch, options | of_routers)
     options |= {"fused_lm_head": True} if workload.fused_lm_head else {}

@@ -28,6 +28,8 @@ _ONE_LABEL_PER_ROW = (
     "ForMultipleChoice",
     "ForNextSentencePrediction",
 )
+# beside ``labels`` or in their place, of heads that answer questions or tell whether a text follows another
+_TARGETS_OF_ROWS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
 _NUMBERS_FOR_EACH_CLASS = ("regression", "multi_label_classification")
 _VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
 _OF_TASKS = ("POLY", "MULTITASK_PROMPT_TUNING")  # methods of peft that are told the task of each row
@@ -67,30 +69,44 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
 def _forwards(model: torch.nn.Module) -> Iterator[Callable[..., object]]:
     """Yield the model's forward, and those of its users' classes and their first base of an engine, if they take more.
 
-    What a class of an engine calls is its own affair: the arguments that one of them drops are named by none above it.
+    What a class of an engine calls is its own affair: the arguments that one of them drops are named by none above it,
+    but for a forward that says that it passes them on to its base.
     """
+    first: Any = getattr(model.forward, "__func__", None)
     yield model.forward
     for cls in type(model).__mro__:
         own = vars(cls).get("forward")
         if own is None or cls is torch.nn.Module:
             continue
-        if own is not getattr(model.forward, "__func__", None):
+        if own is not first:
             yield functools.partial(own, model)
-        if is_of_engine(cls):
+        if is_of_engine(cls) and not any(map(_is_of_base, _calls_with_others(own))):
             return
 
 
 def _passed_beside_others(forward: Callable[..., object]) -> set[str]:
     """Return the arguments that a forward names in calls to which it passes its ``**kwargs``, too."""
+    return {keyword.arg for call in _calls_with_others(forward) for keyword in call.keywords if keyword.arg is not None}
+
+
+def _calls_with_others(forward: Callable[..., object]) -> list[ast.Call]:
+    """Return the calls to which a forward passes its ``**kwargs``."""
     while isinstance(forward, functools.partial):
         forward = forward.func
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):  # no source, or none of a function by itself
-        return set()
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    named = [{keyword.arg for keyword in call.keywords} for call in calls]
-    return {name for names in named if None in names for name in names if name is not None}
+        return []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if any(keyword.arg is None for keyword in call.keywords)]
+
+
+def _is_of_base(call: ast.Call) -> bool:
+    """Whether a call is that of ``super().forward``."""
+    name = call.func
+    if not isinstance(name, ast.Attribute) or name.attr != "forward" or not isinstance(name.value, ast.Call):
+        return False
+    return isinstance(name.value.func, ast.Name) and name.value.func.id == "super"
 
 
 def is_of_engine(cls: type) -> bool:
@@ -315,9 +331,18 @@ class StepInputs:
             batch["input_features"] = self._sound(rows)
         return batch
 
-    def labels(self, rows: int, columns: int) -> torch.Tensor:
-        """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""
+    def targets(self, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        """Return the arguments that the loss compares with, but those that the user passes."""
         shape = self._token_shape(rows, columns)
+        wanted = [name for name in ("labels", *_TARGETS_OF_ROWS) if name in self.names]
+        return {
+            name: self._labels(shape, columns) if name == "labels" else self.tokens(shape[0])
+            for name in wanted
+            if name not in self._user_inputs
+        }
+
+    def _labels(self, shape: tuple[int, ...], columns: int) -> torch.Tensor:
+        """Return the labels: one a row for classifiers of whole inputs, else one a token."""
         if self.classifies:
             return self._labels_of_rows(shape[0])
         return self.tokens(*(self._decoder_shape(shape[0], columns) if self._is_encoder_decoder else shape))

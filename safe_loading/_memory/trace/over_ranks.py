@@ -138,6 +138,11 @@ def ranks_alike(
 
 def refuse_reference_over_ranks(model: torch.nn.Module, workload: Workload, spread: Spread) -> None:
     """Refuse a reference whose place on the ranks was not held against any."""
+    if workload.pair_loss is not None:
+        raise ArgumentError(
+            f"pair_loss= was not held against any job over ranks. Forecast one card, which takes its logits as well: "
+            f"{workload}."
+        )
     if workload.reference is not None and spread.kind == "zero":
         raise ArgumentError(
             f"reference= was not held against DeepSpeed. Forecast one card, or the job with reference=None: "

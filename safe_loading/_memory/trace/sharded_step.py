@@ -30,6 +30,7 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.formats.four_bit import FOUR_BIT_LAYER
 from safe_loading._sharding import fsdp2
 from safe_loading._sharding.fsdp_units import plan_units
+from safe_loading._sharding.parameters import parameters_of, scalars_of
 from safe_loading.errors import ArgumentError
 
 from .fake_tensors import adapter_parts, is_adapter
@@ -142,7 +143,9 @@ def sharded(
             if spread.wrapped_by == "accelerate":
                 _wrap_by_accelerate(model, spread, mesh, policy, offload)
             else:
-                fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
+                whole = scalars_of(parameters_of(model))
+                units = plan_units(model, ignored=whole)
+                fsdp2.wrap(model, units, mesh, policy, offload, whole, spread.reshard_after_forward)
             _classify_shards(model, ledger)
             if reference is not None:
                 fully_shard(

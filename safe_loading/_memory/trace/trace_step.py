@@ -112,6 +112,8 @@ def trace_step(
     with ONE_AT_A_TIME:
         alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
         alike = alike and not workload.completion_length  # as its samples are scored
+        asked = workload.gradient_checkpointing
+        alike = alike and not (isinstance(asked, Mapping) and "every_n_layers" in asked)
         step = None
         if alike and not job.over_ranks and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
@@ -216,7 +218,7 @@ def _run(
         # an audit that wants the mode in which the model is replaces train() by a function that does nothing
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
-            _enable_checkpointing(model)
+            _enable_checkpointing(model, workload)
         inputs = StepInputs(model, mode.values, main, user_inputs, padding_free=workload.padding_free)
         install_hooks(model, where, ledger, mode.in_hook, skipped.inner_modules())
         skipped.install()
@@ -271,7 +273,7 @@ def _progress_bar(model: torch.nn.Module) -> progress.Bar:
     return bar
 
 
-def _enable_checkpointing(model: torch.nn.Module) -> None:
+def _enable_checkpointing(model: torch.nn.Module, workload: Workload) -> None:
     # transformers 5.17 renamed it, and warns of the old name
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None
@@ -282,7 +284,11 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
             f"gradient_checkpointing=True. Switch it on in the model itself, and leave it out of the workload."
         )
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        enable()  # where it is on already, it stays reentrant or not as the caller chose
+        # where it is on already, it stays reentrant or not as the caller chose
+        asked = workload.gradient_checkpointing
+        options = dict(asked) if isinstance(asked, Mapping) else {}
+        few = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
+        enable(options or None, **few)
     try:
         embeddings: torch.nn.Module = model.get_input_embeddings()  # type: ignore[operator]  # a model's method
     except NotImplementedError:  # models of sounds have none

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.log import quiet
+from safe_loading._core.names import method_name
 from safe_loading._core.report import problems_of_all_layers
 from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
@@ -24,6 +25,7 @@ from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import MatrixUpdate
 from .merge_plan import MergePlan
 from .offloaded import OffloadedWeights
+from .other_tuners import of_the_input
 from .shared_weights import OwnWeight, tie_problem
 from .trainable_tokens import TokenRows
 from .unload import adapters_with_copy
@@ -44,6 +46,7 @@ def check_merge(
     """Refuse a plan for every reason on every rank; return the plain layers that will replace quantized ones."""
     model: torch.nn.Module = tuner.model
     problems = [*([] if options.dequantize else _refused_by_peft(tuner)), *_wrapped_by_fsdp1(model), *plan.problems]
+    problems += _mixed_by_the_input(tuner)
     if options.unload:
         problems += _conflicting_copies(model, options.names)
     if options.check_finite:
@@ -92,6 +95,18 @@ def _refused_by_peft(tuner: BaseTuner) -> list[str]:
         except (ValueError, NotImplementedError) as error:
             return [f"peft refuses: {error}."]
     return []
+
+
+def _mixed_by_the_input(tuner: BaseTuner) -> list[str]:
+    """Return the problem of X-LoRA: its layers are LoRA's, and a module beside them weighs their adapters anew."""
+    kinds = {name: method_name(config.peft_type) for name, config in tuner.peft_config.items()}
+    if "XLORA" not in kinds.values():
+        return []
+    loras = [name for name, kind in kinds.items() if kind != "XLORA"]
+    return [
+        f"{of_the_input('XLORA')}. To merge one of the LoRAs {loras} that it weighs, load that one alone, without the "
+        f"X-LoRA."
+    ]
 
 
 def _wrapped_by_fsdp1(model: torch.nn.Module) -> list[str]:
