@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Aimv2VisionConfig,
+    Aimv2VisionModel,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
     GptOssConfig,
@@ -185,3 +188,19 @@ def test_experts_in_codes_of_their_own_layers_are_refused_where_a_model_holds_th
     assert load_peft_on_rank(adapter, tmp_path / "plain", base_kwargs=road).load_report.ok
     made: Any = Qwen3MoeConfig.from_pretrained(tmp_path / "codes")
     assert "experts-not-quantized" in [each.code for each in plan_device_map(made, {"cpu": "1GB"}).findings]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_layers_beside_a_token_of_three_dimensions_are_no_experts(tmp_path: Path, bits: int) -> None:
+    """AIMv2's head holds its token, of three dimensions, beside the linear layers that pool by it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Aimv2VisionModel(Aimv2VisionConfig(**sizes, image_size=28, patch_size=14)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    quantization = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    packed: Any = Aimv2VisionModel.from_pretrained(
+        tmp_path / "plain", quantization_config=quantization, device_map="cpu"
+    )
+    packed.save_pretrained(tmp_path / "codes")
+    get_peft_model(model, LoraConfig(target_modules=["k_proj"])).save_pretrained(tmp_path / "adapter")
+    loaded = load_peft_on_rank(tmp_path / "adapter", tmp_path / "codes", auto_class=Aimv2VisionModel)
+    assert torch.equal(loaded.get_submodule("head.v_proj").weight, packed.head.v_proj.weight)

@@ -13,7 +13,7 @@ from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from safe_loading._checkpoint.faults import listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
-from safe_loading._core.names import ancestors
+from safe_loading._core.names import nearest
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.formats.registry import FORMATS
 from safe_loading._model.quantized.request import read_request
@@ -143,10 +143,12 @@ def _refuse_single_experts(
     """Refuse codes of experts in layers of their own, for which a model that holds them in one tensor has no place."""
     stacked = {path for path, _ in _stacked(model)}
     unknown = (layout or read_layout(model, checkpoint.tensors)).unknown if stacked else ()
-    single = [name for name in unknown if not stacked.isdisjoint(ancestors(name))]
+    modules = {path for path, _ in model.named_modules()}
+    # what belongs to a layer that the model has inside, beside a class token of three dimensions, is in its place
+    single = [name for name in unknown if nearest(name, modules) in stacked]
     if single:
         named = next((name for name in single if not name.endswith(".bias")), single[0])
-        held = next(path for path in ancestors(named) if path in stacked)
+        held = nearest(named, stacked)
         raise CheckpointError(
             f"{checkpoint.folder} holds each expert in layers of its own, as codes of {method} ({named}), and "
             f"{type(model).__name__} holds them together in {held}, which transformers would leave at random: "
