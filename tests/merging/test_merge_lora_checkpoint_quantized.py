@@ -15,7 +15,8 @@ from models import save_adapter, save_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_lora_update import nearest
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig
+from tiny_models import tiny_config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BrosForTokenClassification, GptOssConfig
 
 from safe_loading import CheckpointError, MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
@@ -101,6 +102,24 @@ def test_bitsandbytes_becomes_what_the_merge_in_memory_makes(tmp_path: Path, kin
     again = merge_lora_checkpoint(base, adapter, tmp_path / "wide", dequantize=True, dtype="float32")
     assert again.of("merged")
     assert {tensor.dtype for tensor in on_disk(tmp_path / "wide").values()} == {torch.float32}
+
+
+def test_positions_and_counts_beside_codes_are_no_codes(tmp_path: Path) -> None:
+    """Bros saves its positions, in int64."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    auto: Any = BrosForTokenClassification
+    auto(tiny_config("BrosForTokenClassification")).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    packing = BitsAndBytesConfig(load_in_4bit=True)
+    auto.from_pretrained(tmp_path / "plain", quantization_config=packing).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(
+        tmp_path / "adapter", tmp_path / "plain", target_modules=["query"], task_type=None, auto_class=auto
+    )
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", dequantize=True)
+    expected: Any = load_peft_on_rank(tmp_path / "base", adapter, auto_class=auto)
+    expected = merge_lora_inplace(expected, dequantize=True).state_dict()
+    found = on_disk(tmp_path / "out")
+    assert found["bros.embeddings.position_ids"].dtype == torch.int64
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("size", [16, [16], ["16", 16], [0, 16]], ids=str)

@@ -23,6 +23,9 @@ from safe_loading.errors import MergeError
 
 from .changes import FLOATS
 
+# of buffers such as positions, or the batches that a layer has normalized: no format packs codes in these
+_COUNTS = ("I64", "BOOL")
+
 _MERGE_BEFORE_QUANTIZED = (
     "Merge into the base that it was made from, whose weights are not quantized: merge_lora_checkpoint(that_base, "
     "adapter, output); then quantize the output as before."
@@ -89,7 +92,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     for name, weight in quantized.items():
         descriptions |= {f"{name.removesuffix('weight')}{beside}" for beside in STORED[weight.kind].beside}
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
-    unknown = [n for n, info in weights.items() if n not in found and info.dtype not in FLOATS]
+    unknown = [n for n, info in weights.items() if n not in found and info.dtype not in (*FLOATS, *_COUNTS)]
     if unknown or not quantized:
         method = settings.get("quant_method")
         raise MergeError(
