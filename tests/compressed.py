@@ -75,7 +75,7 @@ def save_compressed(root: Path, preset: Groups) -> tuple[Path, Path]:
     """Save a Llama that compressed-tensors has quantized by its presets, and an adapter of it."""
     plain = save_llama(root / "plain", torch.bfloat16, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     adapter = save_adapter(root / "adapter", plain)
-    _compress(load(plain), preset, ["lm_head"], root / "base")
+    compress(load(plain), preset, ["lm_head"], root / "base")
     return root / "base", adapter
 
 
@@ -85,7 +85,7 @@ def save_nested(root: Path, preset: str) -> tuple[Path, Path]:
     lora = LoraConfig(r=2, target_modules=r".*language_model.*\.(q_proj|up_proj)", init_lora_weights=False)
     get_peft_model(copy.deepcopy(model), lora).save_pretrained(root / "adapter")
     ignored = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
-    _compress(model, preset, ignored, root / "base")
+    compress(model, preset, ignored, root / "base")
     file = root / "base" / "config.json"
     config = json.loads(file.read_text())
     config["text_config"]["quantization_config"] = {**config.pop("quantization_config"), "ignore": ignored}
@@ -149,7 +149,7 @@ def _llava() -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=100))
 
 
-def _compress(model: Any, preset: Groups, ignored: list[str], folder: Path) -> None:
+def compress(model: Any, preset: Groups, ignored: list[str], folder: Path) -> None:
     compressor = _compressed(model, preset, ignored)
     model.save_pretrained(folder)
     compressor.update_config(folder)

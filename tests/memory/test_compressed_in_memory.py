@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from compressed import load, logits, save_compressed
+from compressed import compress, load, logits, save_compressed
+from test_plan_sizes import counted, stored
+from tiny_models import tiny_config
+from transformers import LlamaForCausalLM
 
 from safe_loading import ArgumentError, Workload, audit_model, plan_device_map, predict_memory
 
@@ -48,3 +51,15 @@ def test_a_decoded_model_is_forecast_as_its_folder(base: Path) -> None:
     else:
         assert ran.allocated_peak_bytes == folder.allocated_peak_bytes
     assert torch.equal(logits(model), before)
+
+
+def test_a_head_in_codes_is_counted_beside_the_embedding_that_the_config_ties_it_to(tmp_path: Path) -> None:
+    config = tiny_config("LlamaForCausalLM")
+    config.tie_word_embeddings = True
+    compress(LlamaForCausalLM(config).to(torch.bfloat16), "W8A8", [], tmp_path)
+    model = load(tmp_path)
+    logits(model)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    plan = plan_device_map(tmp_path, {0: "1GB"})
+    assert counted(plan) == sum(stored(model).values())
+    assert "base-untied" in {finding.code for finding in plan.findings}

@@ -69,7 +69,8 @@ def pairs_apart(
 ) -> list[UntiedPair]:
     """Return those of some ties, each a name by another, that the checkpoint holds with different values.
 
-    A weight whose place in the files cannot be followed, or that they hold as codes, counts as tied.
+    Codes are not equal to floats. A weight whose place in the files cannot be followed, and codes beside codes, count
+    as tied.
     """
     held = {name: layout.of[name] for pair in ties.items() for name in pair if name in layout.of}
     pairs = []
@@ -105,23 +106,30 @@ def untied_finding(where: object, names: Sequence[str]) -> Finding:
 
 def _are_equal(one: Whole, other: Whole, checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
     """Return whether two weights have equal values in a dtype, as far as each is one tensor on disk."""
-    first, second = (_plain_tensor_of(whole, checkpoint) for whole in (one, other))
+    first, second = (_tensor_of(whole, checkpoint) for whole in (one, other))
     if first is None or second is None or first.name == second.name:
         return True
+    if not (_is_plain(first) and _is_plain(second)):
+        return _is_plain(first) == _is_plain(second)
     if first.shape != second.shape:
         return False
     blocks = (_blocks(checkpoint.file_of[info.name], info, dtype) for info in (first, second))
     return all(torch.equal(block, counterpart) for block, counterpart in zip(*blocks, strict=True))
 
 
-def _plain_tensor_of(whole: Whole, checkpoint: Checkpoint) -> TensorInfo | None:
-    """Return the one tensor of floats that holds all of a weight; None where it is in parts, turned, or in codes."""
+def _tensor_of(whole: Whole, checkpoint: Checkpoint) -> TensorInfo | None:
+    """Return the one tensor that holds all of a weight; None where it is in parts or turned."""
     first, *others = whole.pieces
     info = checkpoint.tensors.get(first.tensor)
     if info is None or others or first.size != info.shape or first.dims != tuple(range(len(info.shape))):
         return None
+    return info
+
+
+def _is_plain(info: TensorInfo) -> bool:
+    """Return whether a tensor holds floats, and not codes."""
     kind = DTYPES.get(info.dtype)
-    return info if kind is not None and kind.is_floating_point and kind.itemsize > 1 else None
+    return kind is not None and kind.is_floating_point and kind.itemsize > 1
 
 
 def _blocks(path: Path, info: TensorInfo, dtype: torch.dtype) -> Iterator[torch.Tensor]:
