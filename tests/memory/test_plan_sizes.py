@@ -31,6 +31,7 @@ from safe_loading import (
     DeviceMapPlan,
     Workload,
     load_peft_on_rank,
+    meta_model,
     plan_device_map,
     predict_memory,
     smallest_limits,
@@ -115,6 +116,22 @@ def test_layers_with_transposed_weights_are_quantized_too(tmp_path: Path) -> Non
     config = BitsAndBytesConfig(load_in_4bit=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"})
     assert counted(plan_device_map(tmp_path, {0: "1GB"}, quantization_config=config)) == sum(stored(model).values())
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForConditionalGeneration", "FlavaForPreTraining"])
+def test_the_projection_before_a_tied_head_is_quantized(tmp_path: Path, name: str) -> None:
+    """transformers leaves the module of the last parameter plain, and quantizes before it ties that to another."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    skip_unless_buildable(name)
+    auto: Any = getattr(transformers, name)
+    auto(tiny_config(name)).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    model = auto.from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"})
+    assert counted(plan_device_map(tmp_path, {0: "1GB"}, quantization_config=config)) == sum(stored(model).values())
+    made = meta_model(tmp_path, auto, quantization_config=config)
+    assert {name: type(module) for name, module in made.named_modules()} == {
+        name: type(module) for name, module in model.named_modules()
+    }
 
 
 @pytest.mark.parametrize("bits", [4, 8])

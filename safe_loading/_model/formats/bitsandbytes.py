@@ -13,6 +13,7 @@ from torch import nn
 
 from safe_loading._core.report import Finding
 
+from .convertible import tied_weights_apart
 from .eight_bit import EIGHT_BIT_LAYER, bytes_of_eight_bit, decode_eight_bit_layer, eight_bit_class, is_eight_bit
 from .format import Format, QuantizationRequest, TargetCard
 from .four_bit import (
@@ -86,7 +87,8 @@ def _layers_to_pack(model: nn.Module, config: BitsAndBytesConfig) -> dict[str, A
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     in_float32 = getattr(model, "_keep_in_fp32_modules", None)
-    kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, in_float32)  # type: ignore[arg-type]  # a PreTrainedModel has them
+    with tied_weights_apart(model):
+        kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, in_float32)  # type: ignore[arg-type]  # a PreTrainedModel has them
     return {
         name: module
         for name, module in model.named_modules()

@@ -23,9 +23,34 @@ def skipped_modules(model: Any, request: QuantizationRequest, *, default_too: bo
 
     asked = request.options.get("modules_to_not_convert")
     in_float32 = getattr(model, "_keep_in_fp32_modules", None)
-    return HfQuantizer.get_modules_to_not_convert(  # type: ignore[no-any-return]  # transformers' own
-        model, asked, in_float32, add_default_skips=default_too
-    )
+    with tied_weights_apart(model):
+        return HfQuantizer.get_modules_to_not_convert(  # type: ignore[no-any-return]  # transformers' own
+            model, asked, in_float32, add_default_skips=default_too
+        )
+
+
+@contextlib.contextmanager
+def tied_weights_apart(model: nn.Module) -> Iterator[None]:
+    """Inside, a model names each of its tied weights, as it does where transformers quantizes it.
+
+    transformers quantizes before it ties, and leaves out the module of the last parameter: a tied head at the end, and
+    not the projection before it.
+    """
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*ties, *ties.values()}
+
+    def apart(*_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
+        met = set()
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
+            if name in tied or parameter not in met:
+                met.add(parameter)
+                yield name, parameter
+
+    vars(model)["named_parameters"] = apart
+    try:
+        yield
+    finally:
+        del vars(model)["named_parameters"]
 
 
 def convertible(

@@ -18,7 +18,7 @@ from torch import nn
 from safe_loading.errors import ArgumentError
 
 from .bitsandbytes import bitsandbytes_config
-from .convertible import default_dtype
+from .convertible import default_dtype, tied_weights_apart
 from .four_bit import is_four_bit
 
 _RECORD = "_safe_loading_packed_from"
@@ -48,7 +48,7 @@ def four_bit_on_meta(model: nn.Module, quantization_config: object, dtype: torch
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=False)
-    with default_dtype(dtype), torch.device("meta"):
+    with default_dtype(dtype), torch.device("meta"), tied_weights_apart(model):
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "meta"}, use_kernels=False)
     engine = importlib.import_module("bitsandbytes").nn
     for path, module in model.named_modules():
