@@ -17,7 +17,8 @@ from allocator_truth import NEVER, above_start, tokens
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from test_trace_truth import COLUMNS, ROWS
 from test_trace_truth import SIZES as LLAMA_SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_config
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaModel
 
 from safe_loading import AdapterError, ArgumentError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
 from safe_loading._memory.trace.over_ranks import RankOfJob
@@ -360,6 +361,14 @@ def test_a_step_that_trains_nothing_is_refused() -> None:
         predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
     config.inference_mode = False
     assert predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
+
+
+def test_a_step_past_all_that_is_trained_is_refused() -> None:
+    """A model without a loss of its own, whose trained tower does not run for want of images."""
+    model: Any = LlavaModel(tiny_config("LlavaForConditionalGeneration"))
+    tower = peft.LoraConfig(r=4, target_modules=r"vision_tower.*q_proj")
+    with pytest.raises(TraceError, match=r"^Nothing is trained"):
+        predict_memory(model, Workload.train(ROWS, COLUMNS, adapter=tower))
 
 
 @pytest.mark.parametrize("method", ["Shira", "Frod", "MonteCLoRA"])

@@ -137,10 +137,11 @@ def _smoothed(model: torch.nn.Module, workload: Workload, batch: Batch, options:
 
 
 def _loss_of(output: object) -> torch.Tensor:
-    """Return the model's own loss, or the mean of its first differentiable output."""
+    """Return the model's own loss, or the mean of its first differentiable output; of its first where none is."""
     loss = field(output, "loss")
     if loss is None:
-        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        tensors = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
         return torch.stack([t.float().mean() for t in tensors[:1]]).sum()
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
