@@ -103,6 +103,8 @@ def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
             yield f"{name} is {value!r}; it must be a number, because it scales the adapter"
         elif name == "r":
             yield from _rank_problems(name, value)
+        elif value == 0 and not config.get("alpha_pattern"):  # as verl's merger writes it, which does not know it
+            yield f"{name} is 0, by which peft multiplies all that the adapter adds; it must be that of its training"
     for name in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"):
         if isinstance(value := config.get(name), str) and value:  # which peft would take for true, whatever it says
             yield f"{name} is {value!r:.80}; it must be true or false"

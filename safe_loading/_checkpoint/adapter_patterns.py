@@ -7,7 +7,7 @@ again for the modules of a model when there is one. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding
@@ -27,6 +27,7 @@ _WHOLE = "{}"
 _LAYERS = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
 _SAVED = r"(^|.*\.){}($|\..*)"
 _KEY = r"(?s:.*?)({})$"
+_FIRST_FACTOR = re.compile(r"\.lora_(?:embedding_)?A(?:\.|$)")  # whose first dimension is the rank
 _MATCHED = {
     "target_modules": _WHOLE,
     "exclude_modules": _WHOLE,
@@ -59,22 +60,52 @@ def key_pattern(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")
 
 
-def pattern_order(where: object, config: Mapping[str, object], keys: Iterable[str]) -> list[Finding]:
-    """Return a finding for a key of ``alpha_pattern`` that counts for none of the modules that it matches.
+def pattern_order(where: object, config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> list[Finding]:
+    """Return findings for patterns that peft saved in another order than the adapter was trained with.
 
     peft takes the first key that matches, and writes them sorted: what came first in training may be last in the file.
-    Of ``rank_pattern`` the shapes of the tensors tell. ``keys`` are those of the adapter's file.
+    ``shapes`` are those of the adapter's file, by key.
+    """
+    return [*_order_of_ranks(where, config, shapes), *_order_of_alphas(where, config, shapes)]
+
+
+def _order_of_ranks(
+    where: object, config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[Finding]:
+    """Yield a finding for a key of ``rank_pattern`` before which another comes that gives the rank of the file."""
+    ranks, stacked = config.get("rank_pattern"), config.get("target_parameters")
+    if not isinstance(ranks, Mapping) or _is_unused(config, "rank_pattern") or stacked or not _sorted_by_peft(ranks):
+        return
+    trained = {_module_of(key): shape[0] for key, shape in shapes.items() if _FIRST_FACTOR.search(key) and shape}
+    for name, (first, *others) in _matched(config, "rank_pattern", trained).items():
+        right = next((key for key in others if ranks[key] == trained[name]), None)
+        if ranks[first] == trained[name] or right is None:
+            continue
+        alphas = config.get("alpha_pattern")
+        both = isinstance(alphas, Mapping) and {first, right} <= alphas.keys()
+        message = (
+            f"rank_pattern gives {name} {ranks[first]!r} by its key {first!r:.80} and {ranks[right]!r}, the rank that "
+            f"it has in the file, by its key {right!r:.80}: peft takes the first in the file, where it writes them "
+            f"sorted, and the first in training was the other"
+        )
+        fix = (
+            f"put {right!r:.80} before {first!r:.80} in rank_pattern{', and in alpha_pattern as well' if both else ''}"
+        )
+        yield fault("pattern-order", where, message, fix)
+        return
+
+
+def _order_of_alphas(where: object, config: Mapping[str, object], keys: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding for a key of ``alpha_pattern`` that counts for none of the modules that it matches.
+
+    Of ``rank_pattern`` the shapes of the tensors tell.
     """
     alphas, modules = config.get("alpha_pattern"), sorted({_module_of(key) for key in keys})
-    sorted_by_peft = isinstance(alphas, Mapping) and list(alphas) == sorted(alphas)
-    if not isinstance(alphas, Mapping) or not sorted_by_peft or alphas.keys() <= {*modules}:
-        return []
-    if pattern_problems({"alpha_pattern": alphas}, modules):
-        return []
-    patterns = {key: key_pattern(key) for key in alphas}
-    matched = {name: [key for key, pattern in patterns.items() if pattern.match(name)] for name in modules}
-    counts = {own[0] for own in matched.values() if own}
-    for name, (first, *others) in ((name, own) for name, own in matched.items() if own):
+    if not isinstance(alphas, Mapping) or not _sorted_by_peft(alphas) or alphas.keys() <= {*modules}:
+        return
+    matched = _matched(config, "alpha_pattern", modules)
+    counts = {own[0] for own in matched.values()}
+    for name, (first, *others) in matched.items():
         beaten = next((key for key in others if key not in counts and alphas[key] != alphas[first]), None)
         if beaten is not None:
             message = (
@@ -85,8 +116,22 @@ def pattern_order(where: object, config: Mapping[str, object], keys: Iterable[st
             fix = (
                 f"put {beaten!r:.80} before {first!r:.80} in the file if it was trained so, or remove it if it was not"
             )
-            return [fault("pattern-order", where, message, fix)]
-    return []
+            yield fault("pattern-order", where, message, fix)
+            return
+
+
+def _sorted_by_peft(patterns: Mapping[str, object]) -> bool:
+    return list(patterns) == sorted(patterns)
+
+
+def _matched(config: Mapping[str, object], field: str, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of a field that match each module, if any do; nothing where that would cost too much."""
+    value, names = config[field], sorted(modules)
+    if not isinstance(value, Mapping) or pattern_problems({field: value}, names):
+        return {}
+    patterns = {key: key_pattern(key) for key in value}
+    found = {name: [key for key, pattern in patterns.items() if pattern.match(name)] for name in names}
+    return {name: keys for name, keys in found.items() if keys}
 
 
 def _problem_of(field: str, value: object, shapes: Sequence[str]) -> str | None:

@@ -97,7 +97,7 @@ def prepare(
     tensors = read_tensors(facts)
     facts.require_unchanged()  # peft has read the config again
     findings = [*findings, *trained_beside(facts.path), *value_findings(facts, tensors)]
-    findings += pattern_order(facts.config_file, facts.config, tensors)
+    findings += pattern_order(facts.config_file, facts.config, {key: each.shape for key, each in tensors.items()})
     return Adapter(name, facts, config, tensors, tuple(findings), key_mapping)
 
 

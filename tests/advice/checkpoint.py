@@ -38,7 +38,9 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_checkpoint/adapter_patterns.py": {
         "put {} before {} in the file": "loading/test_load_advice.py::"
-        "test_patterns_that_were_sorted_are_put_into_the_order_of_the_training"
+        "test_patterns_that_were_sorted_are_put_into_the_order_of_the_training",
+        "put {} before {} in rank_pattern": "loading/test_load_advice.py::"
+        "test_ranks_that_were_sorted_are_put_into_the_order_of_the_training",
     },
     "_checkpoint/left_over.py": {
         "delete {} from config.json": "loading/test_left_over_quantization.py::"

@@ -480,6 +480,28 @@ def test_patterns_that_were_sorted_are_put_into_the_order_of_the_training(tmp_pa
     assert load_peft_on_rank(tiny_llama, adapter).load_report.ok
 
 
+def test_ranks_that_were_sorted_are_put_into_the_order_of_the_training(tmp_path: Path, tiny_llama: Path) -> None:
+    """The shapes tell which key came first, and so for the scales under the same keys."""
+    ranks = {"down_proj": 2, "1.mlp.down_proj": 3}
+    scales = dict.fromkeys(ranks, 4) | {"1.mlp.down_proj": 9}
+    patterns: Any = {"rank_pattern": ranks, "alpha_pattern": scales}
+    config = LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False, **patterns)
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), config)
+    adapter = tmp_path / "adapter"
+    trained.save_pretrained(str(adapter))
+    told = (
+        r"gives model\.layers\.1\.mlp\.down_proj 3 by its key '1\.mlp\.down_proj' and 2, the rank that it has in the "
+        r"file, by its key 'down_proj'.* Fix: put 'down_proj' before '1\.mlp\.down_proj' in rank_pattern, and in alpha_"
+    )
+    for verb in (load_peft_on_rank, lambda *folders: merge_lora_checkpoint(*folders, tmp_path / "merged")):
+        with pytest.raises(AdapterError, match=told):
+            verb(tiny_llama, adapter)
+    assert "pattern-order" in [found.code for found in check_checkpoint(adapter).findings]
+    change_config(adapter, **patterns)
+    assert check_checkpoint(adapter).ok
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), logits(trained))
+
+
 @needs("peft", "0.20")
 def test_a_saved_router_is_made_again_over_its_adapters(tmp_path: Path, tiny_llama: Path) -> None:
     """peft writes the names of the adapters that Arrow chooses among, and does not read them."""

@@ -153,6 +153,19 @@ def test_names_of_peft_have_an_answer(
     load_adapter_on_rank(model, tiny_adapter, "later", torch_device="cpu", local_files_only=True, **instead)
 
 
+def test_an_alpha_that_its_writer_did_not_know_is_asked_for(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """verl's merger of checkpoints writes 0, with which peft computes what the base does and says nothing."""
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda c: c.update(lora_alpha=0))
+    for verb in (load_peft_on_rank, lambda *folders: merge_lora_checkpoint(folders[1], folders[0], tmp_path / "out")):
+        with pytest.raises(AdapterError, match=r"lora_alpha is 0, by which peft multiplies .* that of its training"):
+            verb(adapter, tiny_llama)
+    assert [found.code for found in check_checkpoint(adapter).findings] == ["adapter-config"]
+    faults.edited(adapter, tmp_path / "one", config=lambda c: c.update(alpha_pattern={"1.self_attn.q_proj": 4}))
+    assert load_peft_on_rank(tmp_path / "one", tiny_llama).load_report.ok
+
+
 def test_the_raw_names_of_all_that_is_trained_are_read(tmp_path: Path, tiny_llama: Path) -> None:
     """zero_to_fp32.py --exclude_frozen_parameters writes a saved module, too, with the name of the adapter in it."""
     adapter = save_adapter(tmp_path / "adapter", tiny_llama, modules_to_save=["lm_head"], target_modules=["q_proj"])
