@@ -104,6 +104,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "use target_modules='all-linear'": _AUDIT,
         "name their modules in modules_to_save": _AUDIT,
         "load the adapter with is_trainable=True": _AUDIT,
+        "write them into a file of your own": "memory/test_audit_own_modules.py::"
+        "test_what_an_x_lora_leaves_out_of_its_files_is_told_and_its_resting_loras_are_not",
         "give each adapter a base": "memory/test_audit_own_modules.py::"
         "test_adapters_that_peft_cannot_save_beside_one_another_are_named",
         "attach them to the model": _AUDIT,

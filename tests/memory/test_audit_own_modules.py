@@ -10,9 +10,17 @@ import pytest
 import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES
-from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    XLoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.optimizers import create_lorafa_optimizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_audit_model import Wrapper, adapted, base, codes
 from torch import nn
 from transformers import (
@@ -37,6 +45,37 @@ def named(*names: str) -> Any:
     for name in names[1:]:
         model.add_adapter(name, LoraConfig(**LORA))
     return model.train()
+
+
+def test_what_an_x_lora_leaves_out_of_its_files_is_told_and_its_resting_loras_are_not(tmp_path: Path) -> None:
+    """peft numbers the LoRAs, and takes the layers of the classifier that have these numbers for theirs."""
+    for number in "01":
+        adapted(init_lora_weights=False).save_pretrained(tmp_path / number)
+    adapters = {number: str(tmp_path / number) for number in "01"}
+
+    def weighing() -> Any:
+        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=SIZES["hidden_size"], xlora_depth=2, adapters=adapters)
+        torch.manual_seed(0)
+        return get_peft_model(base(use_cache=False), config)
+
+    model = weighing()
+    found = codes(model)
+    assert {"SL103", "SL105"}.isdisjoint(found)
+    first = "base_model.internal_xlora_classifier.layers.0"
+    assert found["SL104"].where == f"{first}.bias, {first}.weight"
+    assert found["SL104"].fix.startswith("write them into a file of your own")
+    model.save_pretrained(tmp_path / "saved")
+    written = {name: p for name, p in model.named_parameters() if name in found["SL104"].where}
+    assert not load_file(tmp_path / "saved" / "adapter_model.safetensors").keys() & written.keys()
+    # the advice
+    save_file({name: p.detach() for name, p in written.items()}, tmp_path / "rest.safetensors")
+    again = weighing()
+    for parameter in again.internal_xlora_classifier.parameters():
+        torch.nn.init.zeros_(parameter)
+    set_peft_model_state_dict(again, load_file(tmp_path / "saved" / "adapter_model.safetensors"))
+    again.load_state_dict(load_file(tmp_path / "rest.safetensors"), strict=False)
+    theirs = again.internal_xlora_classifier.state_dict()
+    assert all(torch.equal(theirs[name], p) for name, p in model.internal_xlora_classifier.state_dict().items())
 
 
 @pytest.mark.parametrize("names", [("q",), ("policy", "reference")])

@@ -19,7 +19,10 @@ from transformers.utils.hub import cached_file
 
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.interrupts import undone
+from safe_loading._core.names import method_name
 from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, inside_engines
+
+_CLASSIFIER = "internal_xlora_classifier"  # the part of an X-LoRA that weighs its LoRAs
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +140,18 @@ class AuditedModel:
                 continue
             storages = {value.untyped_storage()._cdata for value in state.values()}
             saved[adapter] = {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
+            if adapter in self.weighed:  # peft writes more into their files, and does not read it there again
+                own = {n for n in self.adapter_parameters if _CLASSIFIER not in n}
+                saved[adapter] = {n: p for n, p in saved[adapter].items() if n in own}
             saved[adapter] |= parts
         return saved
+
+    @functools.cached_property
+    def weighed(self) -> frozenset[str]:
+        """The names of the LoRAs that an X-LoRA weighs, which peft leaves frozen unless it is told to train them."""
+        configs = {} if self.adapted is None else self.adapted.peft_config
+        others = frozenset(name for name, config in configs.items() if method_name(config.peft_type) != "XLORA")
+        return others if len(others) < len(configs) else frozenset()
 
     def _parts_of_prompt(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that a prompt is computed from; the file of such an adapter has the prompt itself."""
@@ -167,8 +180,8 @@ class AuditedModel:
             for name in module.adapter_layer_names:
                 layers = getattr(module, name, None)
                 added.update(map(id, layers.parameters() if isinstance(layers, torch.nn.Module) else ()))
-        prompt_encoder = getattr(self.adapted, "prompt_encoder", None)
-        added.update(map(id, prompt_encoder.parameters() if prompt_encoder is not None else ()))
+        for part in (getattr(self.adapted, "prompt_encoder", None), getattr(self.adapted, _CLASSIFIER, None)):
+            added.update(map(id, part.parameters() if part is not None else ()))
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in added}
 
     def others(self) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -56,6 +56,11 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
         fix = "name their modules in modules_to_save, or attach new heads with attach_head."
         if _is_counted_by_peft(audited, unsaved.values()):
             fix = "freeze them with requires_grad_(False): peft writes them in no file, and counts them at each load."
+        if audited.weighed:
+            fix = (
+                "write them into a file of your own, and load it again with load_state_dict(..., strict=False): peft "
+                "numbers the LoRAs of an X-LoRA, and leaves out what has one of these numbers in its name."
+            )
         yield Finding("SL104", "error", first_names(unsaved), message, fix, size_of(unsaved.values()))
     for adapter, told in audited.unsavable.items():  # peft saves all or none
         message = f"save_pretrained writes no adapter: of {adapter!r} it raises {told}."
@@ -67,6 +72,7 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     used = {name: p for adapter in active for name, p in audited.saved_by.get(adapter, {}).items()}
     untrained = {name: p for name, p in used.items() if not p.requires_grad}
     at_rest = _frozen_by_method(audited, active, untrained) | _set_aside(audited) | _fixed_factors(audited, active)
+    at_rest |= {id(p) for adapter in audited.weighed for p in audited.saved_by[adapter].values()}
     untrained = {name: p for name, p in untrained.items() if id(p) not in at_rest}
     if untrained:
         message = (
