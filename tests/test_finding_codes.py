@@ -35,6 +35,8 @@ MADE_BY_TESTS = {
         "pattern-order": "loading/test_load_advice.py::"
         "test_patterns_that_were_sorted_are_put_into_the_order_of_the_training",
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
+        "base-holds-start": "loading/test_sources.py::"
+        "test_a_base_that_has_what_a_start_took_out_of_it_is_told_and_the_rest_is_not",
         "hash-unknown": "checkpoint/test_published_hashes.py::test_files_that_nobody_published_are_named",
         "manifest": "checkpoint/test_published_hashes.py::test_a_manifest_of_another_kind_is_an_error",
         "not-signed": "checkpoint/test_signer.py::"
@@ -61,6 +63,8 @@ MADE_BY_TESTS = {
         "adapter-not-sharded": "loading/test_load_onto_sharded_base.py::"
         "test_an_adapter_on_a_base_that_fsdp_has_sharded_is_trained_alone_and_told",
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
+        "base-holds-start": "loading/test_sources.py::"
+        "test_a_base_that_has_what_a_start_took_out_of_it_is_told_and_the_rest_is_not",
         "no-tensors": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
@@ -84,6 +88,8 @@ MADE_BY_TESTS = {
     },
     "merge_checkpoint.md": {
         "base-differs": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
+        "base-holds-start": "loading/test_sources.py::"
+        "test_a_base_that_has_what_a_start_took_out_of_it_is_told_and_the_rest_is_not",
         "modules-of-adapter": "merging/test_merge_lora_checkpoint_modules.py::"
         "test_the_modules_that_were_trained_with_an_adapter_come_along",
         "trained-beside": "loading/test_other_writers.py::"

@@ -81,7 +81,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
             answer = answer._replace(by=f"{answer.by}, where {method} cannot be attached")
         own = {} if facts.header is None else facts.header.tensors
         of_base = checked.opened.read_checkpoint()
-        rows, other = max(rows_of(own), rows_of(of_base.tensors)), other_base_findings([facts], of_base)
+        rows, other = max(rows_of(own), rows_of(of_base.tensors)), other_base_findings([adapter], of_base)
         return answer._replace(
             findings=[
                 *answer.findings,

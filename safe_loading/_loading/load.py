@@ -144,7 +144,7 @@ def check_before_load(
     findings = [*chosen.findings]
     if checkpoint is not None:
         findings += base_findings(opened, checkpoint)
-        findings += other_base_findings((adapter.facts for adapter in adapters), checkpoint)
+        findings += other_base_findings(adapters, checkpoint)
     found = BaseOnDisk(base, opened, config, auto_class, tuple(findings))
     return found if meta_model is None else _checked_on_meta(found, meta_model, checkpoint, adapters, options, build)
 

@@ -20,6 +20,9 @@ from safe_loading._core.protocols import EngineKwargs
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, SafeLoadingError
 
+from .adapter_values import Adapter
+from .starts import start_in_base
+
 Source = str | os.PathLike[str]
 _OTHER_LIBRARIES = frozenset({"diffusers", "lerobot", "timm", "torchvision", "open_clip"})
 _COMPARED = frozenset({"F32", "BF16", "F16"})  # codes say nothing without their scales
@@ -125,25 +128,42 @@ def _refuse_other_library(adapter: AdapterFolder) -> None:
         )
 
 
-def other_base_findings(adapters: Iterable[AdapterFolder], base: Checkpoint) -> list[Finding]:
-    """Return the findings of adapters that name a base on this machine whose weights are not those of this one.
+def other_base_findings(adapters: Iterable[Adapter], base: Checkpoint) -> list[Finding]:
+    """Return the findings of adapters that were trained on other weights than those of this base, as its values show.
 
-    So it is with an adapter that was trained on a merged model, or is merged already. Nothing is downloaded, and of
-    each of a few weights that the adapter changes the first bytes are compared.
+    So it is with an adapter that was trained on a merged model, or is merged already, whose config names a base that is
+    on this machine; and with one that was trained on what its start left of a base. Nothing is downloaded, and of each
+    of a few weights that the adapter changes the first bytes are compared.
     """
     findings = []
     for adapter in adapters:
-        named = _named_checkpoint(adapter, base)
-        different = None if named is None else _different_weight(adapter, named, base)
-        if named is not None and different is not None:
-            source = adapter.config["base_model_name_or_path"]
+        named = _named_checkpoint(adapter.facts, base)
+        different = None if named is None else _different_weight(adapter.facts, named, base)
+        if named is None or different is None:
+            added = start_in_base(adapter, base)
+            findings += [] if added is None else [_start_added_again(adapter.facts, base, added)]
+        # the rest of a base, without what the adapter's start took out of it, is the right one
+        elif start_in_base(adapter, named) is None:
+            source = adapter.facts.config["base_model_name_or_path"]
             message = (
                 f"its config names {source!r} as its base, which is on this machine and has other weights than "
                 f"{base.folder}, as {different} shows: it was trained on another model than this one"
             )
             fix = "pass the base that it names; keep this one where you want the adapter on another model"
-            findings.append(note("warning", "base-differs", adapter.path, message, fix))
+            findings.append(note("warning", "base-differs", adapter.facts.path, message, fix))
     return findings
+
+
+def _start_added_again(adapter: AdapterFolder, base: Checkpoint, weight: str) -> Finding:
+    """Return the finding of a base that still has the part which the start of an adapter took out of its own."""
+    message = (
+        f"what it adds to {weight} is a part of that weight in {base.folder}: PiSSA, OLoRA or CorDA took that out of "
+        f"the base of its training, so the model would have it twice"
+    )
+    around = adapter.path.parent
+    beside = f" ({str(around)!r}, it seems)" if (around / "config.json").is_file() and around != base.folder else ""
+    fix = f"pass the model that was saved without that part as base_model{beside}"
+    return note("warning", "base-holds-start", adapter.path, message, fix)
 
 
 def _named_checkpoint(adapter: AdapterFolder, base: Checkpoint) -> Checkpoint | None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 
+from safe_loading._checkpoint.copy_bytes import range_of
 from safe_loading._checkpoint.faults import fault, note
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.engines import hash_tensor
-from safe_loading._core.names import method_name
+from safe_loading._core.names import method_name, without_peft_prefix
 from safe_loading._core.report import Finding, counted
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.peft_layers import LoraModule, has_adapters, is_lora_layer
 from safe_loading.errors import AdapterError
 
-from .peft_config import can_build_on_meta, changes_base, is_lora
+from .adapter_values import Adapter
+from .key_names import canonical_key
+from .peft_config import can_build_on_meta, changes_base, is_lora, of_pattern
 
 # Fields of LoraConfig after which every value of the adapter is in its file, whatever they say. What a later release
 # adds is not among them, so a field that is set and not known here gets peft's own start, on the real base.
@@ -42,6 +50,10 @@ _CONVERT = (
     "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
 )
 _FROM_DATA = ("corda", "lora_ga")
+_WHOLE_VALUES = frozenset({"F32", "BF16", "F16"})  # of a weight on disk; codes say nothing without their scales
+_MOST_COMPARED = 3  # weights
+_NEARLY_ORTHOGONAL, _NEARLY_ONE = 0.2, 0.15
+_LEAST_SHARE = 0.1  # of a weight; what training finds has hardly any direction in common with it
 _CONVERT_OR_SIMILAR = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
 
 
@@ -290,3 +302,61 @@ def _already_changed(file: str, name: str, changed_by: Sequence[str]) -> Finding
     )
     fix = "load it onto a base of its own (load_peft_on_rank) unless it was trained next to them"
     return note("warning", "base-already-changed", file, message, fix)
+
+
+def start_in_base(adapter: Adapter, base: Checkpoint) -> str | None:
+    """Return a weight on disk of which the product of a plain LoRA is a part already; None if there is none.
+
+    Scripts that prepare PiSSA, OLoRA or CorDA save the rest of the base as a model of its own, and the part that was
+    taken out of it as a plain LoRA, whose config may name the base as it was before. Training changes that part little,
+    and no training ends in a part of the weight itself.
+    """
+    pairs = list[_AddedPart]()
+    for key, a in adapter.tensors.items() if _is_plain(adapter.config) else ():
+        b = adapter.tensors.get(key.replace(".lora_A.", ".lora_B."))
+        path = without_peft_prefix(canonical_key(key)).partition(".lora_A.")[0]
+        info = base.tensors.get(f"{path}.weight")
+        if ".lora_A." not in key or b is None or info is None or info.dtype not in _WHOLE_VALUES:
+            continue
+        if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape and _is_orthogonal(b):
+            pairs.append(_AddedPart(info, a, b, _scaling(adapter.config, path, a.shape[0])))
+    smallest = min((pair.weight.nbytes for pair in pairs), default=0)
+    pairs = [pair for pair in pairs if pair.weight.nbytes == smallest]
+    some = pairs[:: max(1, math.ceil(len(pairs) / _MOST_COMPARED))]
+    return some[0].weight.name if some and all(pair.is_part_of(base) for pair in some) else None
+
+
+def _is_plain(config: PeftConfig) -> bool:
+    if not isinstance(config, LoraConfig) or starts_on_base(config):
+        return False
+    return not (config.use_dora or config.fan_in_fan_out or config.target_parameters)
+
+
+def _scaling(config: Any, path: str, rank: int) -> float:
+    alpha = of_pattern(config.alpha_pattern, path, config.lora_alpha)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _is_orthogonal(factor: torch.Tensor) -> bool:
+    """Return whether the columns of a factor are, as nearly as after a decomposition and a training from there."""
+    columns = torch.nn.functional.normalize(factor.float(), dim=0)
+    return bool(factor.any()) and bool(((columns.T @ columns).fill_diagonal_(0).abs() < _NEARLY_ORTHOGONAL).all())
+
+
+class _AddedPart(NamedTuple):
+    """The factors of a LoRA, and the weight on disk that they are added to."""
+
+    weight: TensorInfo
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    def is_part_of(self, base: Checkpoint) -> bool:
+        """Return whether they multiply to the weight's projection onto them, with their scaling or without (OLoRA)."""
+        data = range_of(base.file_of[self.weight.name], self.weight.start, self.weight.nbytes)
+        weight = torch.frombuffer(data, dtype=DTYPES[self.weight.dtype]).view(self.weight.shape).float()
+        product = self.b.float() @ self.a.float()
+        own, inner = float(product.square().sum()), float((weight * product).sum())
+        if self.scaling <= 0 or inner < _LEAST_SHARE * math.sqrt(own) * float(weight.norm()):
+            return False
+        return any(abs(inner - times * own) < _NEARLY_ONE * times * own for times in (self.scaling, 1))

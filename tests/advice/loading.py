@@ -233,6 +233,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/sources.py": {
         "pass the base that it names": "loading/test_sources.py::test_a_raw_base_in_the_place_of_a_merged_one_is_told",
+        "pass the model that was saved without that part": "loading/test_sources.py::"
+        "test_a_base_that_has_what_a_start_took_out_of_it_is_told_and_the_rest_is_not",
         "Pass base_model=.": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
         "pass a folder or a hub id": VALUES,
         "Load that model with {}": "loading/test_other_writers.py::test_a_model_of_another_library_is_passed",

@@ -76,7 +76,7 @@ class MergeSources:
         beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path, carried=True)]
         configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
         of_base = packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
-        other = other_base_findings((each.facts for each in self.adapters.values()), self.base.plain_on_disk)
+        other = other_base_findings(self.adapters.values(), self.base.plain_on_disk)
         return [*beside, *of_base, *other]
 
 
