@@ -32,8 +32,7 @@ SIZES = frozenset(
         "xlora_depth", "xlora_size",
     }
 )  # fmt: skip
-OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
-LOAD_IN_ADAPTERS = "load it with the library adapters (adapters.init(model), then model.load_adapter(folder))"
+_OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -57,17 +56,33 @@ def start_changes_base(init_lora_weights: object) -> bool:
     return str(init_lora_weights).startswith(_CHANGES_BASE)  # peft knows no "PiSSA"
 
 
-def is_of_adapterhub(config: Mapping[str, object]) -> bool:
-    """Return whether a config is one of AdapterHub's, which have the adapter's own config under ``config``."""
-    return not config.get("peft_type") and isinstance(config.get("config"), Mapping) and "model_name" in config
+def of_other_library(config: Mapping[str, object]) -> tuple[str, str] | None:
+    """Return the kind of an adapter that no correction makes one of peft's, and who loads it; None for any other.
+
+    AdapterHub's configs have the adapter's own config under ``config``; ms-swift's name its method as ``swift_type``.
+    """
+    if config.get("peft_type"):
+        return None
+    if isinstance(config.get("config"), Mapping) and "model_name" in config:
+        return (
+            _OF_ADAPTERHUB,
+            "load it with the library adapters (adapters.init(model), then model.load_adapter(folder))",
+        )
+    method = config.get("swift_type")
+    if not isinstance(method, str) or method.upper() == "LORA":  # which is that of peft, with fields more
+        return None
+    return (
+        f"it is a {method:.80} of ms-swift, with modules that peft does not have",
+        "load it with ms-swift (Swift.from_pretrained(model, folder))",
+    )
 
 
 def config_problems(config: Mapping[str, object]) -> list[str]:
     """Return the problems that make an adapter's config unusable, without asking peft."""
     method = config.get("peft_type")
     if not isinstance(method, str) or not method:
-        if is_of_adapterhub(config):
-            return [f"{OF_ADAPTERHUB}; {LOAD_IN_ADAPTERS}"]
+        if (other := of_other_library(config)) is not None:
+            return ["; ".join(other)]
         mend = 'it must name the method, such as "LORA"'
         if {"r", "lora_alpha"} <= config.keys():
             mend = 'add "peft_type": "LORA", whose r and lora_alpha it has'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ _OF_PIPELINE = re.compile(
     r"lora_(?:unet|te\d?|transformer)_\w+\..+|.+\.lora(?:_|\.)(?:down|up)\.weight"
     r"|(?:diffusion_model|unet|text_encoder(?:_\d)?|transformer(?=\.\w*transformer_blocks\.))\..+\.lora_[AB]\.weight"
 )
+_FLAT = re.compile(r"lora_(?:unet|te\d?|transformer)_\w+\.")
 _THERE = "load it there, with load_lora_weights of the pipeline"
 
 
@@ -122,5 +124,18 @@ def _lora_of_pipeline(path: Path) -> OtherThing | None:
     named = next((key for key in keys if _OF_PIPELINE.fullmatch(key)), None)
     if named is None:
         return None
-    message = f"is no adapter of peft: {path.name} is a LoRA for a pipeline of diffusers or ComfyUI, by {named!r:.80}"
+    return _named_for_pipeline(path, named)
+
+
+def _named_for_pipeline(path: Path, key: str) -> OtherThing:
+    message = f"is no adapter of peft: {path.name} is a LoRA for a pipeline of diffusers or ComfyUI, by {key!r:.80}"
     return OtherThing(message, _THERE)
+
+
+def flat_names(path: Path, keys: Iterable[str]) -> OtherThing | None:
+    """Return the name of a file whose keys have no dots between modules, as kohya's scripts write all; else None.
+
+    Nothing tells which module such a key is of, whatever config lies beside the file.
+    """
+    flat = next((key for key in keys if _FLAT.match(key)), None)
+    return None if flat is None else _named_for_pipeline(path, flat)

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safe_loading._checkpoint.adapter_config import (
-    LOAD_IN_ADAPTERS,
-    OF_ADAPTERHUB,
     adapter_config_faults,
     config_problems,
     factors_of_other_rank,
-    is_of_adapterhub,
+    of_other_library,
 )
 from safe_loading._checkpoint.adapter_patterns import pattern_order
 from safe_loading._checkpoint.faults import fault, listed, note
@@ -39,8 +37,8 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         if found := mlx_problems(config, shapes):
             return [fault("adapter-config", path, found[0].partition("; ")[0], found[0].partition("; ")[2])]
         config = peft_config_of(config, shapes)
-    if is_of_adapterhub(config):  # which no correction makes one of peft's
-        return [fault("adapter-config", path, OF_ADAPTERHUB, LOAD_IN_ADAPTERS)]
+    if (other := of_other_library(config)) is not None:
+        return [fault("adapter-config", path, *other)]
     problems = config_problems(config)
     other_rank = factors_of_other_rank(config, shapes)
     if other_rank:

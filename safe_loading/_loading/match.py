@@ -44,6 +44,7 @@ _HEADS_OF_TASKS = {
     "QUESTION_ANS": frozenset({"qa_outputs"}),
 }
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
+_OF_KOHYA = re.compile(r"\.lora_(?:down|up)\.weight$")
 _BASE_OF_ITS_OWN = "load it onto a base of its own (load_peft_on_rank)"
 _INNER_WEIGHT = ".base_layer.weight"
 _RIGHT_BASE = "pass the base that the adapter was trained on"
@@ -312,6 +313,13 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
         if (flag := _flag_of(key)) is not None and f"{path}.lora_A.{adapter}" in modules:
             message = f"the tensor is of an adapter with {flag}, and the config of this one does not have it"
             fix = f"set {flag} to true in adapter_config.json"
+            return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
+        if _OF_KOHYA.search(key) is not None:
+            message = "lora_down and lora_up are names of kohya's scripts for what peft calls lora_A and lora_B"
+            fix = (
+                r"pass key_mapping={'\.lora_down\.': '.lora_A.', '\.lora_up\.': '.lora_B.'}, if lora_alpha in "
+                "adapter_config.json is that of the training"
+            )
             return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "

@@ -29,6 +29,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_checkpoint/adapter_config.py": {
         'add "peft_type"': "loading/test_load_advice.py::test_a_method_in_lower_case_or_missing_is_written_as_advised",
         "load it with the library adapters": OUTSIDE,
+        "load it with ms-swift": OUTSIDE,
         "add what it was trained for": "loading/test_prompts.py::"
         "test_a_prompt_without_a_task_is_refused_and_loads_with_it",
         "name the modules in a list": "checkpoint/test_pattern_cost.py::test_the_fix_that_the_fault_names_works",

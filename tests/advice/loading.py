@@ -193,6 +193,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/match.py": {
         "set {} to true in adapter_config.json": _MENDED,
+        "pass key_mapping={'\\.lora_down": "loading/test_other_writers.py::test_names_of_kohya_beside_a_config_of_peft",
         "set {} to false in adapter_config.json if": _MENDED,
         "pass the base that the adapter": _MENDED,
         ", or correct r and rank_pattern": _MENDED,

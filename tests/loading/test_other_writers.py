@@ -14,7 +14,7 @@ from faults import adapters as faults
 from loaded_models import logits
 from models import save_adapter
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -46,6 +46,29 @@ def test_an_adapter_of_adapterhub_is_named(tmp_path: Path, tiny_llama: Path, tin
     assert finding.fix.startswith("load it with the library adapters")  # to correct the config would not help
 
 
+def test_an_adapter_of_ms_swift_is_named_and_its_lora_is_read(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """Its own tuners are told; its LoRA is peft's, without peft's prefix and the name of its method."""
+    adapter = rewritten(tiny_adapter, tmp_path / "adapter", {"swift_type": "LONGLORA", "r": 4, "lora_alpha": 8})
+    with pytest.raises(AdapterError, match=r"a LONGLORA of ms-swift.*load it with ms-swift"):
+        load_peft_on_rank(adapter, tiny_llama)
+    (finding,) = check_checkpoint(adapter).findings
+    assert finding.fix.startswith("load it with ms-swift")
+    peft_config = json.loads((tiny_adapter / "adapter_config.json").read_text())
+    config = {name: peft_config[name] for name in ("r", "lora_alpha", "target_modules")}
+    config |= {"swift_type": "LORA", "use_merged_linear": False, "enable_lora": None, "lora_dtype": None}
+    wanted = load_file(tiny_adapter / faults.WEIGHTS)
+    named = {key.removeprefix("base_model.model.").replace(".weight", ".default.weight"): wanted[key] for key in wanted}
+    save_file(named, adapter / faults.WEIGHTS)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match='add "peft_type": "LORA", whose r and lora_alpha it has'):
+        load_peft_on_rank(adapter, tiny_llama)
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "LORA"}))
+    model = load_peft_on_rank(adapter, tiny_llama)
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+
+
 def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     (tmp_path / "lora").mkdir()
     shutil.copy(tiny_adapter / faults.WEIGHTS, tmp_path / "lora" / "pytorch_lora_weights.safetensors")
@@ -73,6 +96,26 @@ def test_a_lora_in_one_file_is_named_as_that_of_a_pipeline(tmp_path: Path, tiny_
     save_file({"model.layers.0.mlp.lora_proj.weight": torch.ones(2, 2)}, file)  # a plain model
     with pytest.raises(CheckpointNotFound, match="pass its folder"):
         load_peft_on_rank(file, tiny_llama)
+
+
+def test_names_of_kohya_beside_a_config_of_peft(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
+    wanted = load_file(adapter / faults.WEIGHTS)
+    named = {key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): each for key, each in wanted.items()}
+    save_file(named, adapter / faults.WEIGHTS)
+    mapping = {r"\.lora_down\.": ".lora_A.", r"\.lora_up\.": ".lora_B."}
+    shown = re.escape(r"pass key_mapping={'\.lora_down\.': '.lora_A.', '\.lora_up\.': '.lora_B.'}")
+    with pytest.raises(AdapterError, match=rf"names of kohya's scripts for what peft calls lora_A .*{shown}"):
+        load_peft_on_rank(adapter, tiny_llama)
+    model = load_peft_on_rank(adapter, tiny_llama, key_mapping=mapping)
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+    flat = {f"lora_unet_{key.replace('.', '_', key.count('.') - 1)}": each for key, each in named.items()}
+    save_file(flat, adapter / faults.WEIGHTS)
+    said = "is a LoRA for a pipeline of diffusers or ComfyUI, by 'lora_unet_.*Load it there, with load_lora_weights"
+    with pytest.raises(AdapterError, match=said):
+        load_peft_on_rank(adapter, tiny_llama)
+    (found,) = check_checkpoint(adapter).findings
+    assert "load_lora_weights" in found.message
 
 
 class Net(torch.nn.Module):
