@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from safe_loading._core.report import counted
+
 from .header import try_header
 from .mlx import MLX_WEIGHTS
 from .trainer_folder import checkpoints_of, last_whole
@@ -68,6 +70,18 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
         f"holds no checkpoint itself, but {len(inside)} of a Trainer in folders of their own",
         f"pass {str(chosen)!r}, the latest{'' if chosen == inside[-1] else ' whole one'} of them",
     )
+
+
+def adapters_inside(path: Path) -> OtherThing | None:
+    """Return the adapters in folders inside one that has no checkpoint, as peft and ms-swift save several; or None."""
+    if any(name in _OWN or name.endswith(_WEIGHTS) for name in _names_in(path)):
+        return None
+    inside = sorted(config.parent for config in path.glob(f"*/{_OWN[1]}"))
+    if not inside:
+        return None
+    message = f"holds no checkpoint itself, but {counted(len(inside), 'adapter')} in folders inside it"
+    one = f", {'or ' if len(inside) == 2 else ''}".join(repr(str(folder)) for folder in inside[:3])
+    return OtherThing(message, f"pass {one}{' or another one' if len(inside) > 3 else ''}")
 
 
 def is_adapter_alone(path: Path) -> bool:

@@ -14,7 +14,7 @@ from safe_loading._checkpoint.files import size_of, unreadable
 from safe_loading._checkpoint.header import Header, try_header
 from safe_loading._checkpoint.hub import did_you_mean, is_hub_id
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._checkpoint.other_things import address, other_thing
+from safe_loading._checkpoint.other_things import adapters_inside, address, other_thing
 from safe_loading._checkpoint.published_hashes import compare_hashes
 from safe_loading._checkpoint.signer import Signer, signer_of
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
@@ -145,7 +145,7 @@ def check_checkpoint(
         if finding.code in ("not-found", "broken-link"):
             raise_faults(checked, [_with_other_roads(finding, checked, str(path))])
         return _report(checked, "file", {}, [finding])
-    other = other_thing(checked)
+    other = other_thing(checked) or adapters_inside(checked)
     if other is not None and checked.suffix not in _CHECKED_ALONE:
         halves = [half_checkpoint(latest) for latest in checkpoints_of(checked)[-1:]]
         findings = [fault("not-a-folder", checked, other.message, other.fix), *filter(None, halves)]

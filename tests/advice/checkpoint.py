@@ -133,6 +133,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "save the model again with safetensors": _MENDED,
     },
     "_checkpoint/other_things.py": {
+        "pass {}{}": "loading/test_other_writers.py::test_adapters_in_folders_of_one_that_holds_none_are_named",
         "pass {}, the latest": f"{_OTHER}test_the_latest_checkpoint_of_a_trainer_is_passed",
         "pass its id": f"{_OTHER}test_the_id_in_an_address_is_passed",
         "pass a folder that transformers saved": f"{_OTHER}test_one_file_is_not_its_folder",

@@ -69,6 +69,17 @@ def test_an_adapter_of_ms_swift_is_named_and_its_lora_is_read(
     assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
 
 
+def test_adapters_in_folders_of_one_that_holds_none_are_named(tmp_path: Path, tiny_adapter: Path) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(tiny_adapter, tmp_path / "saved" / name)
+    (found,) = check_checkpoint(tmp_path / "saved").findings
+    assert found.code == "not-a-folder"
+    assert "holds no checkpoint itself, but 2 adapters in folders inside it" in found.message
+    first, second = (str(tmp_path / "saved" / name) for name in ("first", "second"))
+    assert found.fix == f"pass {first!r}, or {second!r}."
+    assert check_checkpoint(first).ok
+
+
 def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     (tmp_path / "lora").mkdir()
     shutil.copy(tiny_adapter / faults.WEIGHTS, tmp_path / "lora" / "pytorch_lora_weights.safetensors")
