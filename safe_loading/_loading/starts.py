@@ -318,12 +318,13 @@ def start_in_base(adapter: Adapter, base: Checkpoint) -> str | None:
         info = base.tensors.get(f"{path}.weight")
         if ".lora_A." not in key or b is None or info is None or info.dtype not in _WHOLE_VALUES:
             continue
-        if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape and _is_orthogonal(b):
+        if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape:
             pairs.append(_AddedPart(info, a, b, _scaling(adapter.config, path, a.shape[0])))
     smallest = min((pair.weight.nbytes for pair in pairs), default=0)
     pairs = [pair for pair in pairs if pair.weight.nbytes == smallest]
     some = pairs[:: max(1, math.ceil(len(pairs) / _MOST_COMPARED))]
-    return some[0].weight.name if some and all(pair.is_part_of(base) for pair in some) else None
+    found = some and all(_is_orthogonal(pair.b) for pair in some) and all(pair.is_part_of(base) for pair in some)
+    return some[0].weight.name if found else None
 
 
 def _is_plain(config: PeftConfig) -> bool:
