@@ -139,6 +139,20 @@ def advice_on_part(model_class: ModelClass | None, config: object) -> list[str]:
     return [f"it was trained on a {name} (auto_mapping), a part of the base. {_road_to(model_class, config)}"]
 
 
+def advice_on_class(built: str, config: object) -> list[str]:
+    """Return the reason why an adapter does not fit a base of a class that its config does not name, and the road.
+
+    The class that the config names is that of another package, which nothing on disk says.
+    """
+    names = config.architectures or [] if isinstance(config, PreTrainedConfig) else []
+    if not names or built in names or any(hasattr(transformers, name) for name in names):
+        return []
+    return [
+        f"the base's config names {' or '.join(names)}, which transformers does not have, and {built} was taken. Pass "
+        f"auto_class={names[0]}, imported from the package that has it."
+    ]
+
+
 def _is_part(model_class: ModelClass, config: PreTrainedConfig) -> bool:
     own = getattr(model_class, "config_class", None)
     parts = [getattr(config, name, None) for name in config.sub_configs]

@@ -17,7 +17,7 @@ from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding, errors_of
 from safe_loading._model.layout.ties import untied_finding
-from safe_loading._model.meta_model import class_to_build
+from safe_loading._model.meta_model import class_in_config, class_to_build
 from safe_loading._model.quantized.on_disk import plain_all_the_same
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
@@ -49,6 +49,9 @@ def check_model(opened: ModelFolder) -> LoadCheck:
 
     def check() -> LoadCheck:
         config = base_config(opened.path, {}, opened.config)
+        names = config.architectures or []
+        if names and class_in_config(config, trust_remote_code=False) is None:  # a load takes auto_class= for it
+            return LoadCheck(f"headers alone: transformers has no {' or '.join(names)}, which its config names", [])
         auto_class = class_to_build(config, None, trust_remote_code=False)
         base = Resolved(str(opened.path), opened.path, None)
         return _answer(check_before_load(base, [], _options(auto_class), opened))

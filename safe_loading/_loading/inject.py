@@ -36,7 +36,7 @@ from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError, p
 from .adapter_file import read_tensors, value_findings
 from .adapter_values import Adapter
 from .allocation_limit import allocation_limit
-from .base_arguments import advice_on_part
+from .base_arguments import advice_on_class, advice_on_part
 from .choose_class import class_of_auto_mapping
 from .experts import fit_experts
 from .fused_parameters import without_conversion_by_peft
@@ -200,8 +200,9 @@ def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding],
     unread = any(finding.code == "fused-layout-unknown" for finding in findings)
     if errors and (strict or unread or not (injection.match.values or adapter.config.is_prompt_learning)):
         base = base_of(injection.model)
-        part = advice_on_part(class_of_auto_mapping(adapter), getattr(base, "config", None))
-        raise refusal([adapter], type(base).__name__, [*part, *errors])
+        built, config = type(base).__name__, getattr(base, "config", None)
+        advice = advice_on_part(class_of_auto_mapping(adapter), config) or advice_on_class(built, config)
+        raise refusal([adapter], built, [*advice, *errors])
 
 
 class NeedsValues(Exception):

@@ -46,7 +46,7 @@ from .adapter_values import Adapter
 from .alike import find_alike
 from .attach import Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
-from .base_arguments import advice_on_part, checked_class
+from .base_arguments import advice_on_class, advice_on_part, checked_class
 from .base_model import base_config, base_on_meta, check_fit, refuse_unknown_arguments
 from .choose_class import ChosenClass, choose_class, class_of_auto_mapping, fitting_class
 from .folder_findings import base_findings, refuse_index_without_metadata
@@ -184,7 +184,8 @@ def _checked_on_meta(
 
     def advise() -> list[str]:
         if given is None:
-            return advice_on_part(class_of_auto_mapping(adapters[0]), base.config)
+            part = advice_on_part(class_of_auto_mapping(adapters[0]), base.config)
+            return part or advice_on_class(type(meta_model).__name__, base.config)
         return fitting_class(adapters[0], given, base.config, options.base_kwargs, build)
 
     return dataclasses.replace(base, checked=check_on_meta(meta_model, adapters, advise))

@@ -27,6 +27,7 @@ from safe_loading._core.engines import is_integrated
 from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.formats.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
 from safe_loading._model.layout.checkpoint_source import CheckpointSource
+from safe_loading._model.layout.layout import own_key_mapping
 from safe_loading._model.layout.ties import untie_as_in_folder
 from safe_loading._model.quantized.on_disk import plain_all_the_same, refuse_bad_codes
 from safe_loading._model.tensors import walk_modules
@@ -75,7 +76,8 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
             f"outside of it, or train with FSDP."
         )
     options |= dict(zip(list(inspect.signature(load).parameters)[1:], args, strict=False))
-    given = sorted(name for name in _UNKNOWN if options.get(name) not in (None, {}))
+    known = {"key_mapping": own_key_mapping(kind)}  # which the later load asks for, too
+    given = sorted(name for name in _UNKNOWN if options.get(name) not in (None, {}, known.get(name)))
     name = options.get("pretrained_model_name_or_path")
     if given or name is None:
         raise ArgumentError(
@@ -88,11 +90,10 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
             refuse_bad_codes(folder)
         if not folder.path.is_dir() or not plain_all_the_same(folder):
             raise _not_as_they_are(name)
-    options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
     quantization = options.pop("quantization_config", None)
     with _initialized_later(kind):
-        model, info = load(kind, **options, device_map="meta", output_loading_info=True)
+        model, info = load(kind, **{**options, "device_map": "meta"}, output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None or is_integrated(model):
         raise _not_as_they_are(name)
     if quantization is not None:

@@ -89,6 +89,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a floating-point torch.dtype": "loading/test_base_arguments.py::test_dtypes_and_classes_by_name",
         "pass for example transformers.AutoModelForCausalLM": "loading/test_base_arguments.py::"
         "test_dtypes_and_classes_by_name",
+        "Pass auto_class=": "loading/test_other_heads.py::"
+        "test_a_class_of_another_package_is_named_where_that_of_transformers_has_no_such_layer",
         "Pass the class of the base": "loading/test_base_arguments.py::test_dtypes_and_classes_by_name",
         "Pass the folder of that part of the base alone": (
             "loading/test_base_arguments.py::test_a_tower_is_loaded_and_merged_from_a_folder_of_its_own"

@@ -8,19 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from models import save_adapter
+from models import SIZES, save_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     BrosConfig,
     BrosSpadeELForTokenClassification,
+    LlamaConfig,
+    LlamaModel,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
 
 from safe_loading import (
     AdapterError,
+    Workload,
+    audit_model,
+    check_checkpoint,
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
@@ -164,3 +170,62 @@ def test_a_lora_inside_a_saved_head_is_told_and_loads_once_it_is_summed(tmp_path
     model = load_peft_on_rank(adapter, base, auto_class=kind)
     first = torch.arange(1, 13)[None]
     assert torch.allclose(model(first).logits, trained.eval()(first).logits, atol=1e-5)
+
+
+class Retriever(LlamaModel):
+    """A model whose own ``from_pretrained`` renames what an older class saved, as colpali-engine's do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.custom_text_proj = nn.Linear(config.hidden_size, 8)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, key_mapping: Any = None, **options: Any) -> Any:
+        mapping = {r"^decoder\.": "", **(key_mapping or {})}
+        return super().from_pretrained(*args, key_mapping=mapping, **options)
+
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return self.custom_text_proj(super().forward(input_ids, **options)[0])
+
+
+@pytest.fixture
+def renamed_base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    Retriever(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = {f"decoder.{k}" if k.startswith("layers.") else k: v for k, v in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return tmp_path / "base"
+
+
+def test_the_names_that_a_class_maps_itself_are_those_of_its_load(tmp_path: Path, renamed_base: Path) -> None:
+    kind: Any = Retriever
+    options = {"target_modules": ["q_proj", "custom_text_proj"], "task_type": "FEATURE_EXTRACTION"}
+    adapter = save_adapter(tmp_path / "adapter", renamed_base, auto_class=kind, **options)
+    first = torch.arange(1, 13)[None]
+    expected = PeftModel.from_pretrained(kind.from_pretrained(renamed_base), adapter, is_trainable=True)
+    assert check_checkpoint(renamed_base).ok  # by its headers: transformers lacks its class
+    model = load_peft_on_rank(adapter, renamed_base, auto_class=kind)
+    assert type(model.get_base_model()) is kind
+    assert torch.equal(model(first), expected.eval()(first))
+    codes = {found.code for found in audit_model(expected.train(), Workload.train(1, 8), round_trip=True).findings}
+    assert "SL140" not in codes
+    merge_lora_checkpoint(renamed_base, adapter, tmp_path / "merged", auto_class=kind)
+    merged = kind.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(merged(first), expected.eval()(first), atol=1e-5)
+    assert verify_merge(renamed_base, adapter, tmp_path / "merged", auto_class=kind).ok
+
+
+def test_a_class_of_another_package_is_named_where_that_of_transformers_has_no_such_layer(tmp_path: Path) -> None:
+    kind: Any = Retriever
+    kind(LlamaConfig(**SIZES)).save_pretrained(base := tmp_path / "base")
+    options = {"target_modules": ["q_proj", "custom_text_proj"], "task_type": "FEATURE_EXTRACTION"}
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=kind, **options)
+    told = r"names Retriever, which transformers does not have, and LlamaModel was taken\. Pass auto_class=Retriever,"
+    with pytest.raises(AdapterError, match=told):
+        load_peft_on_rank(adapter, base)
+    with pytest.raises(AdapterError, match=told):
+        merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    assert load_peft_on_rank(adapter, base, auto_class=kind).load_report.ok
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged", auto_class=kind)

@@ -8,15 +8,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeGuard
+from typing import NoReturn, Protocol, TypeGuard
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.engines import renaming_scope
+from safe_loading._core.thread_patches import patched
 
 from .disk_blocks import CannotFollow, Moved, Whole, concatenate, on_disk, split, stack, transpose
 
@@ -76,10 +77,10 @@ def read_layout(
     """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
 
     The model has no adapter. It may be wrapped if ``state`` is passed, which is otherwise its ``state_dict()``.
-    ``key_mapping`` is that argument of ``from_pretrained``.
+    ``key_mapping`` is that argument of ``from_pretrained``, to which the model's class may add its own.
     """
     state = model.state_dict() if state is None else state
-    renames = dict(key_mapping) if key_mapping else None
+    renames = dict(own_key_mapping(type(model), key_mapping) or {}) or None
     # Before 5.10, get_model_conversion_mapping asks for the config of any module; without one there are no rules.
     has_rules = hasattr(model, "config") or renames is not None
     rules = get_model_conversion_mapping(model, renames) if has_rules else []  # type: ignore[arg-type]  # PreTrainedModel
@@ -123,6 +124,39 @@ def read_layout(
     moved = {key: result for key, result in moved.items() if key in state and result.shape == tuple(state[key].shape)}
     repeated = {key: found for key, found in plain.items() if len(found) > 1}
     return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved, repeated, rules)
+
+
+class _AskedToLoad(Exception):
+    """The arguments with which a class's own ``from_pretrained`` calls that of transformers."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        super().__init__("nothing is loaded")
+        self.options = options
+
+
+def own_key_mapping(kind: type, given: Mapping[str, str] | None = None) -> Mapping[str, str] | None:
+    """Return the ``key_mapping`` that transformers gets from a class with a ``from_pretrained`` of its own.
+
+    Such a class (colpali-engine's ColQwen2) may rename what older ones saved. Its function is called with no name, up
+    to the call of transformers' own. ``given`` is the caller's argument, which any other class hands on as it is.
+    """
+    owner = next((each for each in kind.__mro__ if "from_pretrained" in vars(each)), PreTrainedModel)
+    if owner is PreTrainedModel or not issubclass(kind, PreTrainedModel):
+        return given
+    options = {"key_mapping": dict(given)} if given else {}
+    try:
+        with patched(PreTrainedModel, "from_pretrained", classmethod(_tell)):
+            kind.from_pretrained("", **options)
+    except _AskedToLoad as asked:
+        mapping = asked.options.get("key_mapping")
+        return mapping if isinstance(mapping, Mapping) else None
+    except Exception:  # it needs a name to get there
+        return given
+    return given
+
+
+def _tell(_: type, *__: object, **options: object) -> NoReturn:
+    raise _AskedToLoad(options)
 
 
 def _in_loading_order(names: Iterable[str]) -> list[str]:
