@@ -227,10 +227,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass them, for example inputs={'input_features'": _PASSED,
         "Pass them, for example inputs={'pixel_values'": _PASSED,
     },
+    "_memory/trace/forward_pass.py": {
+        "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused",
+    },
     "_memory/trace/run_training.py": {
         "pass a subclass": "memory/test_optimizers_of_a_step.py::"
         "test_an_optimizer_that_needs_more_is_refused_and_its_subclass_is_run",
-        "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused",
     },
     "_memory/trace/trace_error.py": {
         "Make each tensor where those are": f"{_OWN}test_a_tensor_made_on_the_host",

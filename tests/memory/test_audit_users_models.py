@@ -26,11 +26,22 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MusicgenForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
     RobertaForSequenceClassification,
 )
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
-from safe_loading import AdapterError, Transparent, Workload, audit_model, load_peft_on_rank, wrap_transparent
+from safe_loading import (
+    AdapterError,
+    TraceError,
+    Transparent,
+    Workload,
+    audit_model,
+    load_peft_on_rank,
+    predict_memory,
+    wrap_transparent,
+)
 
 STEP = Workload.train(2, 16)
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -343,3 +354,88 @@ def test_a_layer_of_groups_is_left_as_it_is() -> None:
     found = codes(adapted(), STEP)["SL126"]
     assert "Leave it as it is: exclude_modules=['o_proj'] in the adapter's config." in found.fix
     assert "SL126" not in codes(adapted(exclude_modules=["o_proj"]), STEP)
+
+
+class Positions(nn.Module):
+    """A table of positions that is kept for the last size, as those of DETR, Mask2Former and SAM 2 are."""
+
+    @compile_compatible_method_lru_cache(maxsize=1)
+    def forward(self, length: int, device: Any) -> torch.Tensor:
+        return torch.arange(length, device=device, dtype=torch.float32)[:, None].expand(-1, 32) + 1
+
+
+class Leveled(Transparent):
+    """A model that asks for such a table in two sizes."""
+
+    def __call__(self, input_ids: Any, **inputs: Any) -> Any:
+        own: Any = self
+        tables = [own.positions(length, input_ids.device) for length in (7, input_ids.shape[1])]
+        out = super().__call__(input_ids, **inputs)
+        out.loss = out.loss + sum(table.mean() for table in tables)
+        if own.keeps:
+            own.kept.append(tables[0] + 1)
+        return out
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["the cache alone", "a list, too"])
+def test_a_cache_of_one_table_that_several_sizes_replace_is_no_leak(keeps: bool) -> None:
+    model = student(adapter=False)
+    model.positions = Positions()
+    found = codes(wrap_transparent(model, Leveled, keeps=keeps, kept=[]).train(), STEP)
+    assert ("SL122" in found) == keeps
+
+
+def test_a_model_of_sound_whose_text_has_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    config = tiny_config("musicgen")
+    model: Any = MusicgenForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    model = MusicgenForConditionalGeneration.from_pretrained(tmp_path)
+    for each in (model.config, model.config.decoder):
+        each.decoder_start_token_id = each.pad_token_id = config.decoder.vocab_size
+    model = get_peft_model(model, LoraConfig(**LORA)).train()
+    labels = torch.ones(2, 9, config.decoder.num_codebooks, dtype=torch.long)
+    inputs = {"input_ids": torch.ones(2, 6, dtype=torch.long), "labels": labels}
+    model(**inputs).loss.backward()  # as the audit finds it
+    found = {finding.code for finding in audit_model(model, STEP, inputs=inputs, forecast=False).findings}
+    assert {"SL126", "SL128"}.isdisjoint(found)
+
+
+def test_a_step_that_trains_nothing_is_told_so_of_a_model_without_a_loss() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    model = BertModel(BertConfig(**sizes, num_hidden_layers=1)).requires_grad_(False)
+    with pytest.raises(TraceError, match="Nothing is trained: no parameter that the loss depends on has requires_grad"):
+        predict_memory(model, STEP)
+
+
+class Pooled(nn.Sequential):
+    """An encoder and a layer, with the switches and the saving of sentence-transformers' models."""
+
+    @property
+    def config(self) -> Any:
+        return self[0].config
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return self[0]._no_split_modules
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        self[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def save_pretrained(self, folder: Any) -> None:
+        for index, module in enumerate(self):
+            module.save_pretrained(f"{folder}/{index}")
+
+
+def test_a_library_around_an_adapter_of_transformers_own_is_no_mistake() -> None:
+    """transformers itself lets the embeddings require gradients, once such a model has an adapter."""
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    model: Any = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False)
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    wrapper = Pooled(model).train()
+    assert "SL101" not in codes(wrapper)
+    wrapper.gradient_checkpointing_enable({"use_reentrant": True})
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))[0].mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    by_peft: Any = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False)
+    get_peft_model(by_peft, LoraConfig(r=2, target_modules=["query"]))
+    assert "enable_input_require_grads" in codes(Pooled(by_peft).train())["SL101"].message

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
+from types import CellType
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
@@ -12,9 +14,9 @@ from safe_loading._core.names import first_names
 from safe_loading._core.report import Finding, Severity, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.forecast.idle_parts import idle_modules
+from safe_loading._memory.trace.forward_pass import NOTHING_TRAINED
 from safe_loading._memory.trace.inputs import forward_arguments
 from safe_loading._memory.trace.records import Allocation, StepTrace
-from safe_loading._memory.trace.run_training import NOTHING_TRAINED
 from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS, PICTURES_AND_SOUNDS
 from safe_loading.errors import TraceError
 
@@ -242,11 +244,11 @@ def _check_teachers(step: TracedStep) -> Iterator[Finding]:
 
 def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
-    kept_by_peft = _only_of_adapters(step.audited)
-    survivors = _survivors(step.trace, kept_by_peft)
+    known = _only_of_adapters(step.audited) | _caches(step.audited)
+    survivors = _survivors(step.trace, known)
     if survivors and (twice := step.in_two_passes()) is not None:
         # what the first pass keeps and the second one does not make again is a cache, such as a mask
-        survivors = survivors if _survivors(twice, kept_by_peft, _second_pass(twice)) else []
+        survivors = survivors if _survivors(twice, known, _second_pass(twice)) else []
     if survivors:
         size = sum(allocation.bytes for allocation in survivors)
         largest = max(survivors, key=lambda allocation: allocation.bytes)
@@ -288,6 +290,30 @@ def _only_of_adapters(audited: AuditedModel) -> set[str]:
     parts += [module for part in _parts_of_adapters(audited) for module in part.modules()]
     own = {id(part) for part in parts}
     return {path for path, module in audited.outermost.named_modules() if id(module) in own}
+
+
+def _caches(audited: AuditedModel) -> set[str]:
+    """Return the paths of modules with a method in an ``lru_cache`` of a size, which holds few results and no more.
+
+    Tables of positions are kept so. Where one step asks for more of them than are held, each step makes them anew.
+    """
+    return {path for path, module in audited.outermost.named_modules() if _is_cached(type(module))}
+
+
+@functools.cache
+def _is_cached(kind: type) -> bool:
+    functions = [value for each in kind.__mro__ for value in vars(each).values() if callable(value)]
+    # transformers' decorator holds it in the closure of a function of its own
+    held = [_content(cell) for each in functions for cell in getattr(each, "__closure__", None) or ()]
+    caches = [each for each in (*functions, *held) if isinstance(each, functools._lru_cache_wrapper)]
+    return any(cache.cache_parameters()["maxsize"] is not None for cache in caches)
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a function that is not defined yet
+        return None
 
 
 def _parts_of_adapters(audited: AuditedModel) -> Iterator[torch.nn.Module]:

@@ -163,7 +163,8 @@ def check_tokens(audited: AuditedModel) -> Iterator[Finding]:
     if not isinstance(embeddings, torch.nn.Module) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return
     rows, known = weight.shape[0], _rows_of_checkpoint(audited.checkpoint)
-    if any(p.requires_grad for p in embeddings.parameters()):
+    # a config may count other words than those of the embeddings: MusicGen's the codes that its decoder writes
+    if any(p.requires_grad for p in embeddings.parameters()) or rows != _vocabulary(base.config):
         return
     tokenizer = getattr(audited.trainer, "processing_class", None)
     used = min(rows, len(tokenizer)) if isinstance(tokenizer, Sized) else rows
@@ -185,6 +186,10 @@ def _rows_of_checkpoint(folder: Path | None) -> int | None:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError):
         return None
+    return _vocabulary(config)
+
+
+def _vocabulary(config: object) -> int | None:
     rows = getattr(text_config(config), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from safe_loading._core.engines import is_integrated
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.wrap_order import HidingWrapper, accessed, inside_engines
@@ -115,6 +116,8 @@ def _matters(audited: AuditedModel, wrapper: HidingWrapper, use: AttributeUse) -
     if wrapper.above is not None:
         return use.name not in _OF_THE_ADAPTER
     if use.name == "enable_input_require_grads":  # which is for embeddings without a gradient
+        if is_integrated(wrapper.inside) and hasattr(wrapper.module, "gradient_checkpointing_enable"):
+            return False  # that switch of transformers sets this one, too, where it put the adapter in
         embeddings = embeddings_and_head_of(wrapper.inside).embeddings
         return embeddings is None or not any(parameter.requires_grad for parameter in embeddings.parameters())
     if names_in_saving(audited) is None:

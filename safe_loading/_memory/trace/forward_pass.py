@@ -20,6 +20,10 @@ from .reference_pass import Reference
 from .step_tensors import as_returned, autocast, classify_inputs, field, tensors_of
 
 Batch = dict[str, torch.Tensor]
+NOTHING_TRAINED = (
+    "Nothing is trained: no parameter that the loss depends on has requires_grad. Pass a peft config with "
+    "inference_mode=False, or call requires_grad_() on what the step trains."
+)
 
 
 def batch_of(workload: Workload, inputs: StepInputs, ledger: Ledger) -> Batch:
@@ -137,11 +141,12 @@ def _smoothed(model: torch.nn.Module, workload: Workload, batch: Batch, options:
 
 
 def _loss_of(output: object) -> torch.Tensor:
-    """Return the model's own loss, or the mean of its first differentiable output; of its first where none is."""
+    """Return the model's own loss, or the mean of its first differentiable output."""
     loss = field(output, "loss")
     if loss is None:
-        tensors = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-        tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        if not tensors:
+            raise TraceError(NOTHING_TRAINED)
         return torch.stack([t.float().mean() for t in tensors[:1]]).sum()
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")

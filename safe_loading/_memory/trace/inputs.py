@@ -310,7 +310,9 @@ class StepInputs:
             self._values.count_anew(batch["position_ids"], columns)
         if self._padding_free or is_packed(self._user_inputs):  # for which collators make no mask
             token_inputs.pop("attention_mask", None)
-        if self._is_encoder_decoder:
+        labels = self._user_inputs.get("labels")
+        # of labels with more dimensions, such as MusicGen's of several codebooks, the model alone makes that text
+        if self._is_encoder_decoder and (labels is None or self.classifies or labels.dim() == len(shape)):
             token_inputs["decoder_input_ids"] = self._decoder_shape(shape[0], columns)
         for name, size in token_inputs.items():
             embeds = name.replace("input_ids", "inputs_embeds")

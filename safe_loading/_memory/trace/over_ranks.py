@@ -19,10 +19,10 @@ from safe_loading.errors import ArgumentError, TraceError
 
 from .attached_adapter import with_adapter
 from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
+from .forward_pass import NOTHING_TRAINED
 from .ledger import Ledger
 from .reference_pass import is_adapted
 from .replicated_step import ReplicatedParameters, replicated, shares
-from .run_training import NOTHING_TRAINED
 from .sharded_step import ShardedParameters, accelerates_own, alike, fake_ranks, sharded, trains_in_float32
 from .trace_step import ONE_AT_A_TIME
 from .trained_parameters import OneCard, RunningModel, TrainedParameters, cast_parameters

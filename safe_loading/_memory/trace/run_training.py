@@ -17,18 +17,13 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
 from .evaluation import run_evaluation
-from .forward_pass import Batch, batch_of, forward_pass
+from .forward_pass import NOTHING_TRAINED, Batch, batch_of, forward_pass
 from .grpo_step import GrpoStep
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import Reference, reference_pass
 from .step_tensors import tensors_of
 from .trained_parameters import TrainedParameters
-
-NOTHING_TRAINED = (
-    "Nothing is trained: no parameter that the loss depends on has requires_grad. Pass a peft config with "
-    "inference_mode=False, or call requires_grad_() on what the step trains."
-)
 
 _IMPORTANCE_LEFT_OUT = (
     "What AdaLoRA's update_and_allocate keeps, three numbers for each parameter, is not counted: peft cannot run it to "
