@@ -18,6 +18,7 @@ from transformers import (
     BrosSpadeELForTokenClassification,
     LlamaConfig,
     LlamaModel,
+    PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -32,6 +33,8 @@ from safe_loading import (
     merge_lora_inplace,
     verify_merge,
 )
+from safe_loading._model.layout.layout import own_key_mapping
+from safe_loading._sharding.weightless import later_weights_of, load_later
 
 LABELS = 3
 
@@ -206,6 +209,11 @@ def test_the_names_that_a_class_maps_itself_are_those_of_its_load(tmp_path: Path
     first = torch.arange(1, 13)[None]
     expected = PeftModel.from_pretrained(kind.from_pretrained(renamed_base), adapter, is_trainable=True)
     assert check_checkpoint(renamed_base).ok  # by its headers: transformers lacks its class
+    load: Any = PreTrainedModel.from_pretrained
+    options = {"key_mapping": own_key_mapping(kind)}  # as its own function calls the one of load_at_prepare
+    found = later_weights_of(load_later(load.__func__, kind, renamed_base, **options))
+    assert found is not None
+    assert found[1].source is not None  # every weight has its place
     model = load_peft_on_rank(adapter, renamed_base, auto_class=kind)
     assert type(model.get_base_model()) is kind
     assert torch.equal(model(first), expected.eval()(first))

@@ -297,10 +297,11 @@ def _caches(audited: AuditedModel) -> set[str]:
 
     Tables of positions are kept so. Where one step asks for more of them than are held, each step makes them anew.
     """
-    return {path for path, module in audited.outermost.named_modules() if _is_cached(type(module))}
+    modules = dict(audited.outermost.named_modules())
+    kinds = {kind for kind in {type(module) for module in modules.values()} if _is_cached(kind)}
+    return {path for path, module in modules.items() if type(module) in kinds}
 
 
-@functools.cache
 def _is_cached(kind: type) -> bool:
     functions = [value for each in kind.__mro__ for value in vars(each).values() if callable(value)]
     # transformers' decorator holds it in the closure of a function of its own

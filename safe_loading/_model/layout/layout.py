@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -143,7 +143,7 @@ def own_key_mapping(kind: type, given: Mapping[str, str] | None = None) -> Mappi
     owner = next((each for each in kind.__mro__ if "from_pretrained" in vars(each)), PreTrainedModel)
     if owner is PreTrainedModel or not issubclass(kind, PreTrainedModel):
         return given
-    options = {"key_mapping": dict(given)} if given else {}
+    options: dict[str, Any] = {"key_mapping": dict(given)} if given else {}
     try:
         with patched(PreTrainedModel, "from_pretrained", classmethod(_tell)):
             kind.from_pretrained("", **options)
@@ -155,7 +155,7 @@ def own_key_mapping(kind: type, given: Mapping[str, str] | None = None) -> Mappi
     return given
 
 
-def _tell(_: type, *__: object, **options: object) -> NoReturn:
+def _tell(_: type, /, *__: object, **options: object) -> NoReturn:
     raise _AskedToLoad(options)
 
 
