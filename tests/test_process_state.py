@@ -115,6 +115,7 @@ PATCHED = {
     "_model/formats/fp8.py": "transformers decodes by a method of its operation, and takes no block for it",
     "_model/formats/fp8_kernels.py": "kernels that this machine may lack",
     "_model/quantized/stand_ins.py": "peft unpacks weights by a function of a module",
+    "_model/layout/layout.py": "a class's own from_pretrained is asked for its key_mapping, and is to load nothing",
     "_model/quantized/patterns.py": "transformers compiles each pattern for each module",
     "_ranks/own_generators.py": "torch.random is functions of one generator; draws are taken by a mode",
     "_sharding/load_at_prepare.py": "the caller's own from_pretrained is to read no weights",

@@ -46,17 +46,21 @@ def check_model(opened: ModelFolder) -> LoadCheck:
 
     if "_diffusers_version" in (opened.config or {}):
         return LoadCheck("headers alone: its class is one of diffusers", [])
+    unknown: list[str] = []
 
     def check() -> LoadCheck:
         config = base_config(opened.path, {}, opened.config)
-        names = config.architectures or []
-        if names and class_in_config(config, trust_remote_code=False) is None:  # a load takes auto_class= for it
-            return LoadCheck(f"headers alone: transformers has no {' or '.join(names)}, which its config names", [])
+        if class_in_config(config, trust_remote_code=False) is None:
+            unknown.extend(config.architectures or [])
         auto_class = class_to_build(config, None, trust_remote_code=False)
         base = Resolved(str(opened.path), opened.path, None)
         return _answer(check_before_load(base, [], _options(auto_class), opened))
 
-    return _asked(opened.path, check)
+    answer = _asked(opened.path, check)
+    # of the class that was assumed, where a load takes auto_class= for another
+    if unknown and errors_of(answer.findings):
+        return LoadCheck(f"headers alone: transformers has no {' or '.join(unknown)}, which its config names", [])
+    return answer
 
 
 def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None) -> LoadCheck:

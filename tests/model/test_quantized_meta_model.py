@@ -21,6 +21,7 @@ from transformers import (
     Mxfp4Config,
     PreTrainedConfig,
     Qwen3MoeConfig,
+    T5Config,
 )
 
 from safe_loading import CheckpointError, plan_device_map
@@ -485,3 +486,12 @@ def test_a_config_inside_that_the_class_does_not_know_is_named_in_the_words_of_t
     (tmp_path / "config.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=r"cannot be built on meta from it: .*'to_dict'"):
         plan_device_map(tmp_path, {0: "1GB"}, verify=False)
+
+
+def test_torchao_quantizes_what_a_class_keeps_in_float32(tmp_path: Path) -> None:
+    """It compares the names of weights, of which "wo", the layer that T5 keeps in float32, is no end."""
+    settings = {"quant_method": "torchao", "quant_type": INT8_OF_TORCHAO}
+    config = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=64)
+    config.architectures = ["T5ForConditionalGeneration"]
+    made = quantized_meta_model(config, settings, dtype="bfloat16").model
+    assert made.get_submodule("encoder.block.0.layer.1.DenseReluDense.wo").weight.dtype == torch.int8

@@ -54,14 +54,18 @@ def tied_weights_apart(model: nn.Module) -> Iterator[None]:
 
 
 def convertible(
-    model: nn.Module, request: QuantizationRequest, *, default_too: bool = False
+    model: nn.Module, request: QuantizationRequest, *, default_too: bool = False, of_weights: bool = False
 ) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers that a format replaces, with their paths."""
+    """Yield the linear layers that a format replaces, with their paths.
+
+    A quantizer that asks ``of_weights`` compares names with those of the weights, whose ends are no names of modules.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = skipped_modules(model, request, default_too=default_too)
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and should_convert_module(path, kept):
+        name = f"{path}.weight" if of_weights else path
+        if isinstance(module, nn.Linear) and should_convert_module(name, kept):
             yield path, module
 
 

@@ -33,7 +33,7 @@ def pack_torchao(model: nn.Module, request: QuantizationRequest, card: TargetCar
             "peft does not train on torchao's int4 weights. Quantize with Int8WeightOnlyConfig, or in 4 bits with "
             "bitsandbytes: BitsAndBytesConfig(load_in_4bit=True)."
         )
-    for path, layer in convertible(model, request):
+    for path, layer in convertible(model, request, of_weights=True):
         stored, multiply = _torchao_layout(kind, options, layer, card)
         model.set_submodule(path, PackedLinear(layer, stored, multiply))
     if request.options.get("include_input_output_embeddings"):

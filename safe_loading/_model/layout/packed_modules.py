@@ -113,9 +113,9 @@ def _refuse_parts(
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of each parameter that may hold all experts of a layer: it has three dimensions."""
+    """Yield the module and the name of each parameter that may hold all experts of a layer, by its dimensions."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 3:
+        if parameter.dim() == 3 and parameter.shape[0] > 1:  # of one row are tokens and positions of images
             path, _, leaf = name.rpartition(".")
             yield path, leaf
 
