@@ -48,7 +48,8 @@ class QuantizedModel(NamedTuple):
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability that is assumed where nobody named one: an A100's, or an H100's where fp8 stays."""
-        stays_in_fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in self.model.parameters())
+        codes = (getattr(parameter.data, "qdata", parameter) for parameter in self.model.parameters())  # of torchao's
+        stays_in_fp8 = any(each.dtype == torch.float8_e4m3fn for each in codes)
         return HOPPER if stays_in_fp8 else AMPERE
 
 

@@ -331,6 +331,9 @@ def test_a_real_model_of_torchao_is_planned_as_its_config(kind: str) -> None:
     for work in (Workload.generate(2, 64), Workload.train(2, 32, adapter=lora())):
         of_config = plan_device_map(LLAMA, {0: "1GB"}, workload=work, quantization_config=quantization)
         assert plan_device_map(model, {0: "1GB"}, workload=work).devices == of_config.devices
+    generation = Workload.generate(2, 64)
+    of_config_alone = predict_memory(LLAMA, generation, quantization_config=quantization)
+    assert predict_memory(model, generation).allocated_peak_bytes == of_config_alone.allocated_peak_bytes
     assert [type(parameter) for parameter in model.parameters()] == weights
 
 

@@ -21,6 +21,7 @@ from transformers import (
     Mxfp4Config,
     PreTrainedConfig,
     Qwen3MoeConfig,
+    SiglipVisionConfig,
     T5Config,
 )
 
@@ -488,7 +489,16 @@ def test_a_config_inside_that_the_class_does_not_know_is_named_in_the_words_of_t
         plan_device_map(tmp_path, {0: "1GB"}, verify=False)
 
 
-def test_torchao_quantizes_what_a_class_keeps_in_float32(tmp_path: Path) -> None:
+def test_torchao_leaves_the_output_of_torchs_own_attention_alone() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = SiglipVisionConfig(**sizes, image_size=28, patch_size=14, architectures=["SiglipVisionModel"])
+    settings = {"quant_method": "torchao", "quant_type": INT8_OF_TORCHAO}
+    made = quantized_meta_model(config, settings, dtype="bfloat16").model
+    assert made.get_submodule("head.attention.out_proj").weight.dtype == torch.bfloat16
+    assert made.get_submodule("head.mlp.fc1").weight.dtype == torch.int8
+
+
+def test_torchao_quantizes_what_a_class_keeps_in_float32() -> None:
     """It compares the names of weights, of which "wo", the layer that T5 keeps in float32, is no end."""
     settings = {"quant_method": "torchao", "quant_type": INT8_OF_TORCHAO}
     config = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=64)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError
@@ -34,6 +35,8 @@ def pack_torchao(model: nn.Module, request: QuantizationRequest, card: TargetCar
             "bitsandbytes: BitsAndBytesConfig(load_in_4bit=True)."
         )
     for path, layer in convertible(model, request, of_weights=True):
+        if isinstance(layer, NonDynamicallyQuantizableLinear):  # of nn.MultiheadAttention; torchao leaves it as it is
+            continue
         stored, multiply = _torchao_layout(kind, options, layer, card)
         model.set_submodule(path, PackedLinear(layer, stored, multiply))
     if request.options.get("include_input_output_embeddings"):
