@@ -180,7 +180,8 @@ def engine_wrap(model: nn.Module, ours: Any, options: dict[str, Any]) -> nn.Modu
         return average
 
     for parameter in ignored:
-        parameter.register_hook(averaged)
+        if parameter.requires_grad:
+            parameter.register_hook(averaged)
     units = [(unit.name.split(" + "), unit.keeps) for unit in ours.fsdp_report.units if unit.name != "(root)"]
     reshard, dtype = options["reshard_after_forward"], options.get("mp_policy")
     types: dict[str, Any] = {} if dtype is None else {"param_dtype": dtype, "reduce_dtype": torch.float32}
