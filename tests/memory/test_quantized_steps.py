@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_config
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DeepseekV3Config,
     FalconConfig,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3MoeConfig,
 )
 
@@ -335,6 +338,28 @@ def test_a_real_model_of_torchao_is_planned_as_its_config(kind: str) -> None:
     of_config_alone = predict_memory(LLAMA, generation, quantization_config=quantization)
     assert predict_memory(model, generation).allocated_peak_bytes == of_config_alone.allocated_peak_bytes
     assert [type(parameter) for parameter in model.parameters()] == weights
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_biases_of_packed_layers_that_an_adapter_trains_are_counted(tmp_path: Path, bits: int) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    Qwen2ForCausalLM(tiny_config("Qwen2ForCausalLM")).to(torch.bfloat16).save_pretrained(tmp_path)  # q, k, v have some
+    packed: Any = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+
+    def lora(bias: Any) -> LoraConfig:
+        return LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
+
+    def of_folder(bias: str, quantization: Any) -> int:
+        step = Workload.train(2, 16, adapter=lora(bias))
+        return predict_memory(tmp_path, step, quantization_config=quantization).components["optimizer"]
+
+    def of_model(bias: str) -> int:
+        base = Qwen2ForCausalLM.from_pretrained(tmp_path, quantization_config=packed)
+        return predict_memory(get_peft_model(base, lora(bias)), Workload.train(2, 16)).components["optimizer"]
+
+    of_biases = of_folder("all", None) - of_folder("none", None)
+    assert of_folder("all", packed) - of_folder("none", packed) == of_biases > 0
+    assert of_model("all") - of_model("none") == of_biases
 
 
 class Untraceable(torch.nn.Module):

@@ -165,7 +165,6 @@ def _stand_in_of_layer(module: Any) -> StandIn:
     state = getattr(weight, "quant_state", None)
     dtype = state.dtype if state is not None else weight.dtype if weight.is_floating_point() else torch.float16
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=dtype)
-    linear.bias = module.bias
     if hasattr(module, "compute_dtype"):
         options = FourBitOptions(
             module.compute_dtype or dtype,
@@ -177,6 +176,7 @@ def _stand_in_of_layer(module: Any) -> StandIn:
         made = four_bit_class()(linear, options)
     else:
         made = eight_bit_class()(linear, module.state.threshold)
+    made.bias = module.bias  # which may be trained, or tied
     made.transposed = getattr(module, "source_cls", None) is Conv1D
     return made.train(module.training)
 

@@ -117,12 +117,13 @@ class _EightBitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 5
+        of_bias = grads[0].sum(0) if ctx.needs_input_grad[3] else None  # of the rows that are left autograd makes one
         gradient = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, of_bias, None
         # As MatMul8bitLt.backward of bitsandbytes: a scale is the largest value of its row, whose code is 127.
         weight = ctx.quantized.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1.0 / 127.0))
-        return (gradient.to(ctx.dtype) @ weight).view(ctx.shape), None, None, None, None
+        return (gradient.to(ctx.dtype) @ weight).view(ctx.shape), None, None, of_bias, None
 
 
 _product_8bit: Callable[..., torch.Tensor] = _EightBitProduct.apply

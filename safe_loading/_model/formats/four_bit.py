@@ -304,10 +304,11 @@ class _FourBitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 6
-        # into the dtype that was packed, and from there into the gradient's
-        return grads[0] @ _unpacked(ctx, ctx.original).to(grads[0].dtype), *(None,) * 5
+        of_bias = grads[0].sum(0) if ctx.needs_input_grad[3] else None  # of the rows that are left autograd makes one
+        of_input = None
+        if ctx.needs_input_grad[0]:  # into the dtype that was packed, and from there into the gradient's
+            of_input = grads[0] @ _unpacked(ctx, ctx.original).to(grads[0].dtype)
+        return of_input, None, None, of_bias, None, None
 
 
 def _unpacked(ctx: Any, dtype: torch.dtype) -> torch.Tensor:
