@@ -19,6 +19,8 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import CheckpointError
 
+_MOST_RANKS = 1 << 12  # that a training may have had
+
 
 def read_tensors(facts: AdapterFolder) -> dict[str, torch.Tensor]:
     """Return the adapter's tensors by their key on disk, in memory of their own.
@@ -91,8 +93,8 @@ def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
 
 
 def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
-    """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is still zero."""
-    findings, zero, candidates = [], [], 0
+    """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is zero."""
+    findings, zero, factors = [], [], dict[str, torch.Tensor]()
     if not tensors:  # of a method that peft put on none of the layers that it was given
         fix = "train it again with a method that adapts the layers of its base, such as LoRA"
         findings.append(fault("no-tensors", facts.weights, "holds no tensor at all", fix))
@@ -105,16 +107,53 @@ def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) ->
         if not (math.isfinite(low) and math.isfinite(high)):
             findings.append(_non_finite(facts, key, tensor))
         if ".lora_B" in key or ".lora_embedding_B" in key:
-            candidates += 1
+            factors[key] = tensor
             if low == 0 and high == 0:
                 zero.append(key)
     if zero:
-        effect = "the adapter changes nothing" if len(zero) == candidates else "these layers are unchanged"
-        message = f"{len(zero)} of {candidates} lora_B tensors are all zero, such as {zero[0]!r}: {effect}"
+        effect = "the adapter changes nothing" if len(zero) == len(factors) else "these layers are unchanged"
+        message = f"{len(zero)} of {len(factors)} lora_B tensors are all zero, such as {zero[0]!r}: {effect}"
         fix = "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP)"
         size = sum(tensors[key].nbytes for key in zero)
         findings.append(note("warning", "lora-b-zero", facts.weights, message, fix, size))
+    if shard := _shard_alone(factors):
+        ranks, rank = shard
+        message = (
+            f"in all {len(factors)} lora_B tensors only the rows that are those of rank {rank} of {ranks} under FSDP "
+            f"have values, and the others are zero: the rest was not gathered, or got no gradient"
+        )
+        fix = "save it again, gathered, from the model that was sharded; if it has these zeros too, train it again"
+        size = sum(tensor.nbytes for tensor in factors.values())
+        findings.append(note("warning", "lora-b-of-one-rank", facts.weights, message, fix, size))
     return findings
+
+
+def _shard_alone(factors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+    """Return the ranks, and the one of them, of which alone all of these tensors have rows with values; else None."""
+    found, kinds = set[tuple[int, int]](), set[str]()
+    for key, tensor in factors.items():
+        # One look at two rows ends it for nearly every adapter.
+        if tensor.dim() < 2 or all(tensor[row].float().any() for row in (0, -1)):
+            return None
+        rows = tensor.float().flatten(1).any(dim=1).nonzero()
+        if len(rows):  # else it is all zero, which another finding says
+            shards = _shards_at(len(tensor), int(rows[0]), int(rows[-1]))
+            found = found & shards if kinds else shards
+            kinds.add(key.split(".lora_")[0].rpartition(".")[2])
+        if kinds and not found:
+            return None
+    # Layers of one kind may be fused ones, of which the adapter was trained on one part.
+    return min(found) if len(kinds) > 1 else None
+
+
+def _shards_at(length: int, first: int, last: int) -> set[tuple[int, int]]:
+    """Return each number of ranks, with one of them, whose shard of so many rows begins and ends at these."""
+    found = set[tuple[int, int]]()
+    for ranks in range(2, min(length, _MOST_RANKS) + 1):
+        rows = -(-length // ranks)
+        if first % rows == 0 and last == min(first + rows, length) - 1:
+            found.add((ranks, first // rows))
+    return found
 
 
 def _integer_factor(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:

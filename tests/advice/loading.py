@@ -22,6 +22,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "take an earlier checkpoint": _MENDED,
         "train it again with a method": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "check that the adapter was trained": OUTSIDE,
+        "save it again, gathered": OUTSIDE,
         "Load it again when its writer": OUTSIDE,
     },
     "_loading/allocation_limit.py": {

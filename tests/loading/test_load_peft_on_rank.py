@@ -443,6 +443,47 @@ def test_an_untrained_adapter_is_a_finding(tmp_path: Path, tiny_llama: Path, tin
     assert [f.code for f in report.findings] == ["lora-b-zero"]
     assert "changes nothing" in str(report)
     assert report.ok
+    assert [f.code for f in merge_lora_checkpoint(tiny_llama, zero, tmp_path / "merged").findings] == ["lora-b-zero"]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), (3, 1), (8, 0)])
+def test_an_adapter_with_the_rows_of_one_rank_alone_is_a_finding(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, ranks: int, rank: int
+) -> None:
+    """Nothing was gathered for the save, or the shards of the other ranks got no gradient (axolotl#3772)."""
+    sharded = faults.edited(tiny_adapter, tmp_path / "sharded", tensors=one_shard(ranks, rank))
+    report = load_peft_on_rank(tiny_llama, sharded).load_report
+    assert [f.code for f in report.findings] == ["lora-b-of-one-rank"]
+    assert f"rank {rank} of {ranks}" in str(report)
+    merged = merge_lora_checkpoint(tiny_llama, sharded, tmp_path / "merged")
+    assert "lora-b-of-one-rank" in {f.code for f in merged.findings}
+
+
+@pytest.mark.parametrize("whole", ["layers.2.mlp.down_proj", "_proj"], ids=["one layer", "all"])
+def test_zeros_in_some_layers_are_not_the_shard_of_a_rank(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, whole: str
+) -> None:
+    zeroed = faults.edited(tiny_adapter, tmp_path / "zeroed", tensors=one_shard(2, 0, whole))
+    assert not load_peft_on_rank(tiny_llama, zeroed).load_report.findings
+
+
+def test_zeros_in_one_kind_of_layer_are_not_the_shard_of_a_rank(tmp_path: Path, tiny_llama: Path) -> None:
+    """A LoRA of queries in a fused layer, say, has zeros for the keys and the values."""
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, target_modules=["q_proj"])
+    zeroed = faults.edited(adapter, tmp_path / "zeroed", tensors=one_shard(2, 0))
+    assert not load_peft_on_rank(tiny_llama, zeroed).load_report.findings
+
+
+def one_shard(ranks: int, rank: int, whole: str = "none") -> Callable[[dict[str, torch.Tensor]], None]:
+    """Make all rows of lora_B zero but those that one rank has, in all layers but ``whole``."""
+
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for key, tensor in tensors.items():
+            if "lora_B" in key and whole not in key:
+                for other, rows in enumerate(tensor.chunk(ranks)):
+                    rows.mul_(other == rank)
+
+    return zero
 
 
 def test_a_resized_vocabulary_says_how_to_resize(tmp_path: Path, tiny_llama: Path) -> None:

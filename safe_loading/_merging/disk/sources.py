@@ -72,12 +72,15 @@ class MergeSources:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of adapters with weights beside theirs, or trained on another base or a packed one."""
+        """The warnings about adapters: of their values and configs, weights beside theirs, other or packed bases."""
+        own = [found for each in self.adapters.values() for found in each.findings if found.severity == "warning"]
+        # Some of what is beside an adapter comes along.
+        own = [found for found in own if found.code != "trained-beside"]
         beside = [found for each in self.adapters.values() for found in trained_beside(each.facts.path, carried=True)]
         configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
         of_base = packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
         other = other_base_findings(self.adapters.values(), self.base.plain_on_disk)
-        return [*beside, *of_base, *other]
+        return [*own, *beside, *of_base, *other]
 
 
 def merge_request(
