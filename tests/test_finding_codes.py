@@ -134,6 +134,8 @@ MADE_BY_TESTS = {
         "values-narrowed": f"{VERIFY}test_a_merge_in_16_bits_that_is_stored_in_32_is_told",
         "merged-missing": f"{VERIFY}test_missing_and_extra_tensors",
         "merged-extra": f"{VERIFY}test_missing_and_extra_tensors",
+        "merged-left-out": f"{VERIFY.replace('merge.py', 'merge_threads.py')}"
+        "test_what_the_class_does_not_read_and_a_save_has_lost",
         "merged-dtype": f"{VERIFY}test_another_dtype_of_the_output_is_judged_in_it",
         "merged-unchecked": f"{VERIFY_CODES}test_codes_without_their_scales_are_unchecked_and_not_ok",
         "merged-config": f"{VERIFY}test_the_files_beside_the_weights",

@@ -193,3 +193,18 @@ def test_ties_that_stay_whatever_the_config_says(
     del tensors["lm_head.weight"]
     check = verify_merge(base, adapter, rewritten(merged, tmp_path / "without", tensors))
     assert "lm_head.weight" in {tensor.name for tensor in check.of("missing")}
+
+
+def test_what_the_class_does_not_read_and_a_save_has_lost(tmp_path: Path) -> None:
+    """2U1/Qwen-VL-Series-Finetune#259: the layers for multi-token prediction, which other engines read."""
+    saved = save_llama(tmp_path / "saved", num_hidden_layers=1)
+    beyond = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.randn(4)}
+    base = rewritten(saved, tmp_path / "base", {**tensors_of(saved), **beyond})
+    adapter = save_adapter(tmp_path / "adapter", base)
+    peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    peft.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check = verify_merge(base, adapter, tmp_path / "merged")
+    assert check.ok
+    assert [(f.code, f.severity, f.where) for f in check.findings] == [("merged-left-out", "info", ", ".join(beyond))]
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged", overwrite=True)  # as it says
+    assert not verify_merge(base, adapter, tmp_path / "merged").findings

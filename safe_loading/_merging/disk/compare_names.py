@@ -18,6 +18,7 @@ from .compare_files import Pair
 from .compare_lacking import has_fewer_experts, lacking_experts
 from .compare_layouts import Gathered, expert_of
 from .compare_report import CheckedTensor, MergeVerdict
+from .compare_verdicts import UNREAD
 from .output_plan import FilePlan, TensorPlan
 
 
@@ -85,10 +86,10 @@ class _Matching:
             elif info is None and self._has_another_shape(name):
                 continue
             elif info is None:
-                may_lack = self._is_unknown(plan) or self._has_twin(plan)
-                verdict: MergeVerdict = "left out" if may_lack else "missing"
-                target = plan.target
-                self.checked.append(CheckedTensor(name, "", verdict, plan.action, target.dtype, target.nbytes))
+                detail, target = UNREAD if self._is_unknown(plan) else "", plan.target
+                verdict: MergeVerdict = "left out" if detail or self._has_twin(plan) else "missing"
+                lacking = CheckedTensor(name, "", verdict, plan.action, target.dtype, target.nbytes, detail=detail)
+                self.checked.append(lacking)
             elif plan.codes is None:
                 self._match(plan, info)
 

@@ -58,6 +58,12 @@ _MEANS: Mapping[str, _Meaning] = {
     "not finite": _meaning("merged-not-finite", "error", "hold NaN or infinity", _AGAIN),
     "shape": _meaning("merged-shape", "error", "have another shape than the merge gives them", _AGAIN),
     "missing": _meaning("merged-missing", "error", "are missing", _AGAIN),
+    "left out": _meaning(
+        "merged-left-out",
+        "info",
+        "are missing that transformers does not read; other programs may, such as layers for multi-token prediction",
+        f"none where transformers alone reads the folder; or {_AGAIN}",
+    ),
     "extra": _meaning(
         "merged-extra", "warning", "are neither of the base nor of the adapter", f"none if meant; or {_AGAIN}"
     ),
@@ -70,6 +76,7 @@ _MEANS: Mapping[str, _Meaning] = {
 }
 _OF_ONE = {"are": "is", "belong": "belongs", "have": "has", "hold": "holds"}
 _NAMED = 4
+UNREAD = "no part of the model's class"  # of what is left out: no tied weight stands for it
 
 
 def judge(plan: TensorPlan, file: str, compared: Compared, shape: tuple[int, ...]) -> CheckedTensor:
@@ -177,7 +184,7 @@ def findings_of(tensors: Sequence[CheckedTensor]) -> list[Finding]:
     """Return a finding for each verdict that some tensors have, with the first of them by name."""
     findings = []
     for verdict, (code, severity, means, fix) in _MEANS.items():
-        own = [tensor for tensor in tensors if tensor.verdict == verdict]
+        own = [tensor for tensor in tensors if tensor.verdict == verdict and (verdict != "left out" or tensor.detail)]
         if not own:
             continue
         where = ", ".join(tensor.name for tensor in own[:_NAMED])
