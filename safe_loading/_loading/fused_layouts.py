@@ -1,8 +1,9 @@
 """Adapters whose LoRAs are of fused experts already, in layouts other than that of this peft.
 
 Before 0.19, peft took the rows of a fused parameter for its columns. NeMo Automodel, until May 2026, saved one tensor
-for all experts of a layer, transposed. unsloth, until September 2026, had the columns of lora_B of one expert next to
-each other (unsloth-zoo#1269). All hold the same factors, in another order of their elements.
+for all experts of a layer, transposed; Megatron-Bridge exports one by the name of the parameter (SkyRL#1852). unsloth,
+until September 2026, had the columns of lora_B of one expert next to each other (unsloth-zoo#1269). All hold the same
+factors, in another order of their elements.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ _BY_UNSLOTH = "unsloth_fixed"  # in the auto_mapping of each config that unsloth
 RIGHT_BASE = "pass the base that the adapter was trained on as base_model"
 
 
+class _Whole(NamedTuple):
+    """The factors of all experts of a layer in one tensor each: their keys, shapes, and whether they are transposed."""
+
+    keys: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    is_transposed: bool
+
+
 class _InLayout(NamedTuple):
     config: LoraConfig
     tensors: dict[str, torch.Tensor]
@@ -54,8 +63,9 @@ def expert_layouts(
     """
     parameters = list(parameters)
     result = _InLayout(config, dict(tensors), [])
-    if any(key.endswith(tuple(f".{name}_A" for name in _GROUPED.values())) for key in tensors):
-        result = _ungrouped(result, base, parameters, facts)
+    whole = {one: found for one in parameters if (found := _whole(one, tensors, config.r)) is not None}
+    if whole or any(key.endswith(tuple(f".{name}_A" for name in _GROUPED.values())) for key in tensors):
+        result = _ungrouped(result, base, parameters, whole, facts)
     elif config.target_parameters:
         named = [parameter for parameter in parameters if _is_named(parameter, config.target_parameters)]
         result = _as_peft_packs(result, base, named, facts)
@@ -147,38 +157,50 @@ def is_by_older_peft(facts: AdapterFolder) -> bool | None:
         return None
 
 
+def _whole(parameter: FusedParameter, tensors: Mapping[str, torch.Tensor], rank: int) -> _Whole | None:
+    """Return the factors of a parameter where a file has one tensor each for all experts, and which shapes it has."""
+    if parameter.experts is None:
+        return None
+    experts, rows, columns = parameter.shape
+    of_nemo = f"{PEFT_PREFIX}{parameter.owner}.{_GROUPED.get(parameter.name)}"
+    if all(f"{of_nemo}_{factor}" in tensors for factor in "AB"):
+        shapes = ((experts, columns, rank), (experts, rank, rows))
+        return _Whole((f"{of_nemo}_A", f"{of_nemo}_B"), shapes, is_transposed=True)
+    a, b = (f"{PEFT_PREFIX}{parameter.path}.lora_{factor}.weight" for factor in "AB")
+    if all(key in tensors and tensors[key].dim() == 3 for key in (a, b)):
+        return _Whole((a, b), ((experts, rank, columns), (experts, rows, rank)), is_transposed=False)
+    return None
+
+
 def _ungrouped(
-    adapter: _InLayout, base: torch.nn.Module, parameters: list[FusedParameter], facts: AdapterFolder
+    adapter: _InLayout,
+    base: torch.nn.Module,
+    parameters: list[FusedParameter],
+    found: Mapping[FusedParameter, _Whole],
+    facts: AdapterFolder,
 ) -> _InLayout:
-    """Return an adapter of NeMo with peft's factors in place of one tensor for all experts."""
+    """Return an adapter with peft's factors in place of one tensor for all experts."""
     config, tensors = deepcopy(adapter.config), adapter.tensors
-    found = {}
-    for parameter in parameters:
-        grouped = _GROUPED.get(parameter.name)
-        keys = [f"{PEFT_PREFIX}{parameter.owner}.{grouped}_{factor}" for factor in "AB"]
-        if parameter.experts is not None and all(key in tensors for key in keys):
-            found[parameter] = keys
-    for parameter, keys in found.items():
-        a, b = (tensors[key] for key in keys)
-        experts, rows, columns = parameter.shape
-        wanted = ((experts, columns, config.r), (experts, config.r, rows))
-        if (tuple(a.shape), tuple(b.shape)) != wanted:
+    for parameter, whole in found.items():
+        a, b = (tensors[key] for key in whole.keys)
+        if (tuple(a.shape), tuple(b.shape)) != whole.shapes:
             message = (
-                f"they are {list(a.shape)} and {list(b.shape)}, and for {parameter.path} "
-                f"{list(parameter.shape)} and the r={config.r} of the config {list(wanted[0])} and {list(wanted[1])}"
+                f"they are {list(a.shape)} and {list(b.shape)}, and for {parameter.path} {list(parameter.shape)} and "
+                f"the r={config.r} of the config {list(whole.shapes[0])} and {list(whole.shapes[1])}"
             )
             fix = f"{RIGHT_BASE}, or correct r in {ADAPTER_CONFIG}"
-            where, size = f"{facts.weights}: {keys[0]}", a.nbytes + b.nbytes
+            where, size = f"{facts.weights}: {whole.keys[0]}", a.nbytes + b.nbytes
             adapter.findings.append(fault("shape-mismatch", where, message, fix, size))
     config.target_modules = module_targets(adapter.config, base, parameters)  # type: ignore[assignment]
     if adapter.findings:
-        wrong = {key for keys in found.values() for key in keys}
+        wrong = {key for whole in found.values() for key in whole.keys}
         left = {key: value for key, value in tensors.items() if key not in wrong}
         return _InLayout(config, left, adapter.findings)
     beginnings = fused_keys(base, found)
-    for parameter, keys in found.items():
-        a, b = (tensors.pop(key) for key in keys)
-        for factor, value in in_layout_of_peft(a.transpose(1, 2), b.transpose(1, 2)).items():
+    for parameter, whole in found.items():
+        a, b = (tensors.pop(key) for key in whole.keys)
+        a, b = (a.transpose(1, 2), b.transpose(1, 2)) if whole.is_transposed else (a, b)
+        for factor, value in in_layout_of_peft(a, b).items():
             tensors[f"{beginnings[parameter.path]}.lora_{factor}.weight"] = value
     names = (short_name(one.path) for one in found)
     config.target_parameters = sorted({*(config.target_parameters or ()), *names})

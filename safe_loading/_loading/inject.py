@@ -39,7 +39,7 @@ from .allocation_limit import allocation_limit
 from .base_arguments import advice_on_class, advice_on_part
 from .choose_class import class_of_auto_mapping
 from .experts import fit_experts
-from .fused_parameters import without_conversion_by_peft
+from .fused_parameters import fused_parameters, parameter_of_leaves, without_conversion_by_peft
 from .key_names import check_key_mapping
 from .match import Match, match_tensors
 from .old_names import with_new_names
@@ -284,6 +284,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             _refuse_rows_beyond(adapter, base_of(model))
         way = _way_beside_others(model, config, error) or _way_for_packed_layers(model)
         way = way or _way_of_its_layers(adapter, base_of(model), error) or _way_of_a_router(adapter.facts.config)
+        way = way or _way_of_fused_experts(config, base_of(model), error)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
@@ -309,6 +310,18 @@ def _way_of_a_router(config: JsonObject) -> str:
         f" It is a router of Arrow, which peft saves and does not load. Make it again over the adapters that it "
         f"chooses among, {arrow.get('task_adapter_names')!r:.200}: peft.create_arrow_model(base, "
         f"task_specific_adapter_paths=[...], arrow_config=peft.ArrowConfig(...))."
+    )
+
+
+def _way_of_fused_experts(config: PeftConfig, base: torch.nn.Module, error: Exception) -> str:
+    """Return the way for DoRA of experts that are one parameter for all of them, of which peft has none; else empty."""
+    refused = getattr(config, "use_dora", False) and "ParamWrapper" in str(error)
+    fused = [one.path for one in fused_parameters(base, parameter_of_leaves(base))] if refused else []
+    if not fused:
+        return ""
+    return (
+        f" This transformers holds all experts of a layer in one parameter ({fused[0]}), and peft has DoRA for modules "
+        f"alone. Load or merge it with transformers 4, which has a module for each expert."
     )
 
 

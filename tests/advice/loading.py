@@ -32,6 +32,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/inject.py": {
         ", or set megatron_config to null": f"{_ADVISED}"
         "test_a_package_that_an_adapter_needs_is_told_with_the_field_that_asks_for_it",
+        "Load or merge it with transformers 4": OUTSIDE,
         "Make it again over the adapters": f"{_ADVISED}test_a_saved_router_is_made_again_over_its_adapters",
         "Load the base, call resize_token": "loading/test_vocabularies.py::"
         "test_a_trained_row_that_the_base_lacks_is_told",
@@ -75,7 +76,7 @@ TAKEN: dict[str, dict[str, str]] = {
         'write "{}": "{}" into': "loading/test_expert_layouts.py::"
         "test_the_order_in_which_unsloth_packed_experts_is_asked_for",
         "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",
-        ", or correct r": f"{_LAYOUTS}test_a_grouped_rank_that_the_config_contradicts_is_refused",
+        ", or correct r": f"{_LAYOUTS}test_a_rank_of_all_experts_that_the_config_contradicts_is_refused",
         "write the peft_version": f"{_LAYOUTS}test_square_experts_without_a_version_are_refused",
     },
     "_loading/base_arguments.py": {

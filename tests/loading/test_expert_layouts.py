@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": 2},
     "flex_olmo": {"num_experts": EXPERTS},
 }
-LAYOUTS = ("targets", "pattern", "fused", "fused by peft 0.17", "fused by unsloth", "grouped")
+LAYOUTS = ("targets", "pattern", "fused", "fused by peft 0.17", "fused by unsloth", "grouped", "stacked")
 CELLS = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 SAMPLE = random.Random(32).sample(CELLS, 8)
 Tensors = dict[str, torch.Tensor]
@@ -126,6 +126,10 @@ def with_fused(weights: Tensors, layout: str) -> tuple[Tensors, Tensors]:
             if layout == "grouped":
                 tensors |= {f"{key}.{name}_A": a.transpose(1, 2), f"{key}.{name}_B": b.transpose(1, 2)}
                 continue
+            if layout == "stacked":  # by Megatron-Bridge, under the parameter's name (SkyRL#1852)
+                parameter = "gate_up_proj" if leaves == (gate, up) else "down_proj"
+                tensors |= {f"{key}.{parameter}.lora_A.weight": a, f"{key}.{parameter}.lora_B.weight": b}
+                continue
             if "peft 0.17" in layout:  # einsum("o r e, e r i -> e i o")
                 a, b = b.transpose(1, 2), a.transpose(1, 2)
             key += ".base_layer" if leaves == (gate, up) else ""
@@ -159,9 +163,9 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
     if layout not in ("targets", "pattern"):
         fused, truth = with_fused(truth, layout)
         tensors |= fused
-        grouped = layout == "grouped"
-        config |= {"target_modules": [attention, "experts"] if grouped else [attention]}
-        config |= {} if grouped else {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        whole = {"grouped": ["experts"], "stacked": ["experts.gate_up_proj", "experts.down_proj"]}.get(layout)
+        config |= {"target_modules": [attention, *(whole or ())]}
+        config |= {} if whole else {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
         config |= {"peft_version": "0.17.1"} if "peft 0.17" in layout else {}
         if "unsloth" in layout:
             config |= {"auto_mapping": {"unsloth_fixed": True}, "lora_B_layout": "grouped_by_expert"}
@@ -326,7 +330,7 @@ def test_later_adapters_in_other_layouts(tmp_path: Path) -> None:
         assert torch.allclose(logits(model), reference, atol=1e-6), layout
 
 
-@pytest.mark.parametrize("layout", ["targets", "pattern", "grouped"])
+@pytest.mark.parametrize("layout", ["targets", "pattern", "grouped", "stacked"])
 def test_an_adapter_saved_again_is_the_same(tmp_path: Path, layout: str) -> None:
     base = save_base(tmp_path / "base", "qwen2_moe")
     model = load_peft_on_rank(base, save_expert_adapter(tmp_path, base, layout).folder)
@@ -342,7 +346,7 @@ def test_a_dense_layer_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
         load_peft_on_rank(base, cut)
 
 
-@pytest.mark.parametrize("layout", ["targets", "grouped"])
+@pytest.mark.parametrize("layout", ["targets", "grouped", "stacked"])
 def test_a_base_of_other_sizes_is_refused_and_the_right_one_taken(tmp_path: Path, layout: str) -> None:
     base = save_base(tmp_path / "base", "qwen3_moe")
     other = save_base(tmp_path / "other", "qwen3_moe", moe_intermediate_size=24)
@@ -352,12 +356,29 @@ def test_a_base_of_other_sizes_is_refused_and_the_right_one_taken(tmp_path: Path
     load_peft_on_rank(adapter, base_model=base)
 
 
-def test_a_grouped_rank_that_the_config_contradicts_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["grouped", "stacked"])
+def test_a_rank_of_all_experts_that_the_config_contradicts_is_refused(tmp_path: Path, layout: str) -> None:
     base = save_base(tmp_path / "base", "qwen3_moe")
-    adapter = save_expert_adapter(tmp_path, base, "grouped")
+    adapter = save_expert_adapter(tmp_path, base, layout)
     wrong = faults.edited(adapter.folder, tmp_path / "wrong", config=lambda c: c.update(r=RANK + 1))
     with pytest.raises(AdapterError, match=r"or correct r in adapter_config\.json"):
         merge_lora_checkpoint(base, wrong, tmp_path / "merged")
     corrected = faults.edited(wrong, tmp_path / "corrected", config=lambda c: c.update(r=RANK))
     merge_lora_checkpoint(base, corrected, tmp_path / "merged")
     assert off(weights_in(tmp_path / "merged"), adapter) < 1e-6
+
+
+def test_dora_of_experts_is_refused_with_the_transformers_that_has_it(tmp_path: Path) -> None:
+    """unsloth-zoo#828: it was trained on a module for each expert, and peft has none for a parameter of all of them."""
+    base = save_base(tmp_path / "base", "qwen3_moe")
+
+    def with_magnitudes(tensors: faults.Tensors) -> None:
+        for key in [key for key in tensors if ".lora_B." in key]:
+            tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(tensors[key]))
+
+    plain = save_expert_adapter(tmp_path, base, "targets").folder
+    adapter = faults.edited(plain, tmp_path / "dora", tensors=with_magnitudes, config=lambda c: c.update(use_dora=True))
+    with pytest.raises(AdapterError, match=r"experts of a layer in one parameter .*with transformers 4, which has"):
+        load_peft_on_rank(base, adapter)
+    with pytest.raises(AdapterError, match="with transformers 4, which has"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "merged")

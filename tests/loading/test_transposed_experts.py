@@ -20,7 +20,7 @@ pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
 
 EXPERTS, RANK, ALPHA = 3, 2, 5
 # "single" as tinker-cookbook makes them for vLLM, "listed" as unsloth trains 4 bits.
-LAYOUTS = ("fused", "fused by peft 0.17", "grouped", "single", "listed", "listed in part")
+LAYOUTS = ("fused", "fused by peft 0.17", "grouped", "stacked", "single", "listed", "listed in part")
 
 
 def save_base(folder: Path, **sizes: Any) -> Path:
@@ -61,6 +61,10 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
             grouped = "lora_gate_and_up" if own == "gate_up_proj" else "lora_down"
             tensors |= {f"{key}.{grouped}_A": a, f"{key}.{grouped}_B": b}
             continue
+        if layout == "stacked":
+            tensors[f"{key}.{own}.lora_A.weight"] = a.transpose(1, 2).contiguous()
+            tensors[f"{key}.{own}.lora_B.weight"] = b.transpose(1, 2).contiguous()
+            continue
         if layout == "single":
             tensors |= single(key, own, a, b)
             continue
@@ -75,6 +79,8 @@ def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
     config: dict[str, Any] = {"target_modules": [], "r": RANK, "lora_alpha": ALPHA, "peft_version": "0.19.1"}
     if layout == "grouped":
         config["target_modules"] = ["experts"]
+    elif layout == "stacked":
+        config["target_modules"] = ["gate_up_proj", "down_proj"]
     elif layout == "single":
         config |= {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
         config |= {"rank_pattern": {"down_proj": RANK}, "r": RANK // 2, "alpha_pattern": {"down_proj": ALPHA}}
