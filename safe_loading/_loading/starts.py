@@ -318,7 +318,7 @@ def start_in_base(adapter: Adapter, base: Checkpoint) -> str | None:
         info = base.tensors.get(f"{path}.weight")
         if ".lora_A." not in key or b is None or info is None or info.dtype not in _WHOLE_VALUES:
             continue
-        if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape:
+        if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape and len(a) == b.shape[1]:
             pairs.append(_AddedPart(info, a, b, _scaling(adapter.config, path, a.shape[0])))
     smallest = min((pair.weight.nbytes for pair in pairs), default=0)
     pairs = [pair for pair in pairs if pair.weight.nbytes == smallest]

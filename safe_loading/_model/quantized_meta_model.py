@@ -48,7 +48,8 @@ class QuantizedModel(NamedTuple):
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability that is assumed where nobody named one: an A100's, or an H100's where fp8 stays."""
-        codes = (getattr(parameter.data, "qdata", parameter) for parameter in self.model.parameters())  # of torchao's
+        # a loaded weight may be a tensor of its format's own, with the codes inside
+        codes = (getattr(parameter.data, "qdata", parameter) for parameter in self.model.parameters())
         stays_in_fp8 = any(each.dtype == torch.float8_e4m3fn for each in codes)
         return HOPPER if stays_in_fp8 else AMPERE
 

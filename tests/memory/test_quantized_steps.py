@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_config
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -343,7 +342,7 @@ def test_a_real_model_of_torchao_is_planned_as_its_config(kind: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_biases_of_packed_layers_that_an_adapter_trains_are_counted(tmp_path: Path, bits: int) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    Qwen2ForCausalLM(tiny_config("Qwen2ForCausalLM")).to(torch.bfloat16).save_pretrained(tmp_path)  # q, k, v have some
+    Qwen2ForCausalLM(Qwen2Config(**SIZES)).to(torch.bfloat16).save_pretrained(tmp_path)  # q, k, v have some
     packed: Any = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
 
     def lora(bias: Any) -> LoraConfig:
