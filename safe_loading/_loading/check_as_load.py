@@ -50,9 +50,9 @@ def check_model(opened: ModelFolder) -> LoadCheck:
 
     def check() -> LoadCheck:
         config = base_config(opened.path, {}, opened.config)
+        auto_class = class_to_build(config, None, trust_remote_code=False)
         if class_in_config(config, trust_remote_code=False) is None:
             unknown.extend(config.architectures or [])
-        auto_class = class_to_build(config, None, trust_remote_code=False)
         base = Resolved(str(opened.path), opened.path, None)
         return _answer(check_before_load(base, [], _options(auto_class), opened))
 

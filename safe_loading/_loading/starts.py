@@ -52,6 +52,7 @@ _CONVERT = (
 _FROM_DATA = ("corda", "lora_ga")
 _WHOLE_VALUES = frozenset({"F32", "BF16", "F16"})  # of a weight on disk; codes say nothing without their scales
 _MOST_COMPARED = 3  # weights
+_BLOCK_NUMBERS = 1 << 20  # of a weight that are read at once
 _NEARLY_ORTHOGONAL, _NEARLY_ONE = 0.2, 0.15
 _LEAST_SHARE = 0.1  # of a weight; what training finds has hardly any direction in common with it
 _CONVERT_OR_SIMILAR = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
@@ -354,10 +355,15 @@ class _AddedPart(NamedTuple):
 
     def is_part_of(self, base: Checkpoint) -> bool:
         """Return whether they multiply to the weight's projection onto them, with their scaling or without (OLoRA)."""
-        data = range_of(base.file_of[self.weight.name], self.weight.start, self.weight.nbytes)
-        weight = torch.frombuffer(data, dtype=DTYPES[self.weight.dtype]).view(self.weight.shape).float()
-        product = self.b.float() @ self.a.float()
-        own, inner = float(product.square().sum()), float((weight * product).sum())
-        if self.scaling <= 0 or inner < _LEAST_SHARE * math.sqrt(own) * float(weight.norm()):
+        file, (rows, columns) = base.file_of[self.weight.name], self.weight.shape
+        row_bytes, own, inner, whole = self.weight.nbytes // rows, 0.0, 0.0, 0.0
+        for first in range(0, rows, step := max(1, _BLOCK_NUMBERS // columns)):
+            product = self.b[first : first + step].float() @ self.a.float()
+            data = range_of(file, self.weight.start + row_bytes * first, row_bytes * len(product))
+            block = torch.frombuffer(data, dtype=DTYPES[self.weight.dtype]).view(product.shape).float()
+            own += float(product.square().sum())
+            inner += float((block * product).sum())
+            whole += float(block.square().sum())
+        if self.scaling <= 0 or inner < _LEAST_SHARE * math.sqrt(own * whole):
             return False
         return any(abs(inner - times * own) < _NEARLY_ONE * times * own for times in (self.scaling, 1))

@@ -270,7 +270,7 @@ def test_an_adapter_that_adds_nothing_changes_no_byte(tmp_path: Path) -> None:
     for file in base.glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     assert {(t.rounding.error, t.rounding.update_kept) for t in report.of("merged") if t.rounding} == {(0.0, 1.0)}
-    assert [finding.code for finding in report.findings] == ["requantized"]
+    assert [finding.code for finding in report.findings] == ["lora-b-zero", "requantized"]
 
 
 def test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept(tmp_path: Path) -> None:
