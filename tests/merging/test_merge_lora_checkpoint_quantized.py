@@ -117,8 +117,9 @@ def test_positions_and_counts_beside_codes_are_no_codes(tmp_path: Path) -> None:
     merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", dequantize=True)
     expected: Any = load_peft_on_rank(tmp_path / "base", adapter, auto_class=auto)
     expected = merge_lora_inplace(expected, dequantize=True).state_dict()
-    found = on_disk(tmp_path / "out")
-    assert found["bros.embeddings.position_ids"].dtype == torch.int64
+    assert on_disk(tmp_path / "out")["bros.embeddings.position_ids"].dtype == torch.int64
+    found = auto.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
