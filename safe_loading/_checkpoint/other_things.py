@@ -23,12 +23,12 @@ _GGUF = ".gguf"
 _OF_GGUF = "pass a folder that transformers saved, of the model that they were made from"
 _OF_DIFFUSERS = "pytorch_lora_weights.safetensors"
 _OWN = ("config.json", "adapter_config.json")
+_FLAT = re.compile(r"lora_(?:unet|te\d?|transformer)_\w+\.")
 # How kohya's scripts, diffusers and what trains for ComfyUI name the factors of a LoRA for a pipeline, in one file.
 _OF_PIPELINE = re.compile(
-    r"lora_(?:unet|te\d?|transformer)_\w+\..+|.+\.lora(?:_|\.)(?:down|up)\.weight"
+    rf"{_FLAT.pattern}.+|.+\.lora(?:_|\.)(?:down|up)\.weight"
     r"|(?:diffusion_model|unet|text_encoder(?:_\d)?|transformer(?=\.\w*transformer_blocks\.))\..+\.lora_[AB]\.weight"
 )
-_FLAT = re.compile(r"lora_(?:unet|te\d?|transformer)_\w+\.")
 _THERE = "load it there, with load_lora_weights of the pipeline"
 
 

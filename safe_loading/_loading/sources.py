@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,12 +20,10 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, SafeLoadingError
 
 from .adapter_values import Adapter
-from .starts import start_in_base
+from .starts import WHOLE_VALUES, a_few, start_in_base
 
 Source = str | os.PathLike[str]
 _OTHER_LIBRARIES = frozenset({"diffusers", "lerobot", "timm", "torchvision", "open_clip"})
-_COMPARED = frozenset({"F32", "BF16", "F16"})  # codes say nothing without their scales
-_MOST_COMPARED = 3  # weights: the first layer's, one of the middle and one of the last layers
 _COMPARED_BYTES = 1 << 16
 HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
@@ -185,10 +182,10 @@ def _different_weight(adapter: AdapterFolder, named: Checkpoint, base: Checkpoin
     both = [
         (info, other)
         for name, info in base.tensors.items()
-        if name.endswith(".weight") and name.split(".")[-2] in words and info.dtype in _COMPARED
+        if name.endswith(".weight") and name.split(".")[-2] in words and info.dtype in WHOLE_VALUES
         if (other := named.tensors.get(name)) is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     ]
-    for info, other in both[:: max(1, math.ceil(len(both) / _MOST_COMPARED))]:
+    for info, other in a_few(both):
         file, of_named = base.file_of[info.name], named.file_of[info.name]
         if not _is_copy(file, of_named) and _first_bytes(file, info) != _first_bytes(of_named, other):
             return info.name

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -50,11 +50,12 @@ _CONVERT = (
     "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
 )
 _FROM_DATA = ("corda", "lora_ga")
-_WHOLE_VALUES = frozenset({"F32", "BF16", "F16"})  # of a weight on disk; codes say nothing without their scales
-_MOST_COMPARED = 3  # weights
+WHOLE_VALUES = frozenset({"F32", "BF16", "F16"})  # of a weight on disk; codes say nothing without their scales
+_MOST_COMPARED = 3  # weights: the first layer's, one of the middle and one of the last layers
 _BLOCK_NUMBERS = 1 << 20  # of a weight that are read at once
 _NEARLY_ORTHOGONAL, _NEARLY_ONE = 0.2, 0.15
 _LEAST_SHARE = 0.1  # of a weight; what training finds has hardly any direction in common with it
+_Weight = TypeVar("_Weight")
 _CONVERT_OR_SIMILAR = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
 
 
@@ -317,15 +318,20 @@ def start_in_base(adapter: Adapter, base: Checkpoint) -> str | None:
         b = adapter.tensors.get(key.replace(".lora_A.", ".lora_B."))
         path = without_peft_prefix(canonical_key(key)).partition(".lora_A.")[0]
         info = base.tensors.get(f"{path}.weight")
-        if ".lora_A." not in key or b is None or info is None or info.dtype not in _WHOLE_VALUES:
+        if ".lora_A." not in key or b is None or info is None or info.dtype not in WHOLE_VALUES:
             continue
         if a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == info.shape and len(a) == b.shape[1]:
             pairs.append(_AddedPart(info, a, b, _scaling(adapter.config, path, a.shape[0])))
     smallest = min((pair.weight.nbytes for pair in pairs), default=0)
     pairs = [pair for pair in pairs if pair.weight.nbytes == smallest]
-    some = pairs[:: max(1, math.ceil(len(pairs) / _MOST_COMPARED))]
+    some = a_few(pairs)
     found = some and all(_is_orthogonal(pair.b) for pair in some) and all(pair.is_part_of(base) for pair in some)
     return some[0].weight.name if found else None
+
+
+def a_few(weights: Sequence[_Weight]) -> Sequence[_Weight]:
+    """Return the weights of a model that are compared, over all its layers."""
+    return weights[:: max(1, math.ceil(len(weights) / _MOST_COMPARED))]
 
 
 def _is_plain(config: PeftConfig) -> bool:
