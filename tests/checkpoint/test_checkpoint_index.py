@@ -329,6 +329,16 @@ def test_a_pickle_is_refused_with_a_command_that_converts_it(tmp_path, name):
     assert torch.equal(stored["tied"], weight.T)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_a_pickle_that_is_a_pointer_is_pulled_before_it_is_converted(tmp_path, name):
+    """As in most clones of older models, whose conversion would fail with an UnpicklingError."""
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 474373095\n")
+    if "-of-" in name:
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(PickleRefused, match=r"is a pointer of Git LFS. Fix: run `git lfs pull`.* and then convert it"):
+        read_checkpoint(tmp_path)
+
+
 def test_a_sharded_pickle_is_refused_with_a_command_that_converts_all_of_it(tmp_path):
     files = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
     tensors = {name: torch.randn(3) for name in files}

@@ -152,3 +152,20 @@ def test_a_load_and_a_plan_say_that_the_files_hold_two_weights(tmp_path: Path) -
     assert sum(use.weights for use in plan.devices) == stored
     forecast = predict_memory(base, Workload.generate(1, 8))
     assert "different values" in str(forecast)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_head_that_an_index_lists_counts_where_the_shards_are_elsewhere(tmp_path: Path, both: bool) -> None:
+    """As of Falcon-180B, whose config says nothing of ties and whose shards lie on the hub."""
+    tied_base(tmp_path, head() if both else None)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    shard = "model-00001-of-00001.safetensors"
+    index = {"metadata": {"total_size": stored}, "weight_map": dict.fromkeys(tensors, shard)}
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(index))
+    path.unlink()
+    plan = plan_device_map(tmp_path, {"cpu": "1GB"})
+    assert sum(use.weights for use in plan.devices) == stored
+    told = [str(finding) for finding in plan.findings if finding.code == "base-untied"]
+    assert ("model.safetensors.index.json lists two weights" in "".join(told)) == both

@@ -6,7 +6,7 @@ or holds equal values for both. Two different values it leaves apart, though ``t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +47,14 @@ def untie_as_on_disk(
 
 
 def untie_as_in_folder(model: torch.nn.Module, folder: ModelFolder | None) -> list[Finding]:
-    """Untie as the weights of a folder say, if it has any that can be read; return a finding for each pair."""
+    """Untie as the weights of a folder say, or its index where they are elsewhere; return a finding for each pair."""
     if folder is None or not getattr(model, "all_tied_weights_keys", None):
         return []
+    checkpoint, _ = folder.inspect_checkpoint(kind="model")
+    if checkpoint is not None and checkpoint.index is not None and not checkpoint.tensors:
+        pairs = _listed_apart(model, checkpoint.index.weight_map)
+        untie(model, pairs)
+        return [_listed_finding(checkpoint.index.path, pair) for pair in pairs]
     checkpoint = folder.whole_checkpoint
     pairs = [] if checkpoint is None else untie_as_on_disk(model, checkpoint)
     return [untied_finding(folder.path, pair) for pair in pairs]
@@ -83,6 +88,22 @@ def pairs_apart(
     return pairs
 
 
+def _listed_apart(model: torch.nn.Module, listed_names: Iterable[str]) -> list[UntiedPair]:
+    """Return the pairs that the class ties and an index lists both: safetensors saves what is tied under one name."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    shapes = {name: tuple(model.get_parameter(name).shape) for pair in ties.items() for name in pair}
+    endings = {_ending(name): shape for name, shape in shapes.items()}
+    # older names of the two; all others, of experts for one, have shapes that an index does not tell
+    found = {name: endings[_ending(name)] for name in listed_names if _ending(name) in endings}
+    tensors = {name: TensorInfo(name, "F32", shape, 0, 0) for name, shape in found.items()}
+    held = read_layout(model, tensors).of
+    return [UntiedPair(*pair) for pair in ties.items() if all(name in held for name in pair)]
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
 def untie(model: torch.nn.Module, pairs: Sequence[UntiedPair]) -> None:
     """Give the first of each pair a parameter of its own, like the second, and strike the tie from the model's list."""
     for target, _ in pairs:
@@ -102,6 +123,14 @@ def untied_finding(where: object, names: Sequence[str]) -> Finding:
     )
     fix = "set tie_word_embeddings to false in config.json if both are intended; otherwise delete the wrong one"
     return note("warning", "base-untied", where, message, fix)
+
+
+def _listed_finding(index: Path, names: Sequence[str]) -> Finding:
+    message = (
+        f"the config says tie_word_embeddings=True, and {index.name} lists two weights ({listed(names)}), which count as "
+        f"two: transformers ties them only if their values are equal"
+    )
+    return note("warning", "base-untied", index, message, "download the weights, which say whether they are equal")
 
 
 def _are_equal(one: Whole, other: Whole, checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
