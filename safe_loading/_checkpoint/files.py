@@ -20,6 +20,7 @@ from safe_loading._core.report import Finding
 from .faults import fault, raise_faults
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER = 1024  # bytes: a pointer is smaller, by its specification
 _OTHER_KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO (named pipe)"),
@@ -122,6 +123,17 @@ def is_blob(real: Path) -> bool:
 def is_lfs_pointer(head: bytes) -> bool:
     """Return whether a file that begins with ``head`` is a Git LFS pointer instead of the file itself."""
     return head.startswith(_LFS_HEAD)
+
+
+def pointed_bytes(path: Path) -> int | None:
+    """Return the size of the file that a Git LFS pointer stands for; None where the path is no pointer."""
+    file = try_open(path)
+    if isinstance(file, Finding):
+        return None
+    with file:
+        head = file.read(_LFS_POINTER)
+    size = re.search(rb"^size (\d{1,18})$", head, re.MULTILINE) if is_lfs_pointer(head) else None
+    return None if size is None else int(size[1])
 
 
 def lfs_pointer(path: object) -> Finding:

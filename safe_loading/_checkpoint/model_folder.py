@@ -12,9 +12,10 @@ from pathlib import Path
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, errors_of
 
+from .files import pointed_bytes, size_of
 from .index import Checkpoint, inspect_checkpoint, refuse_changed, require_whole
 from .json_files import JsonFiles
-from .weight_files import Kind
+from .weight_files import MODEL_PICKLES, MODEL_SINGLE, Kind
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -59,6 +60,29 @@ class ModelFolder:
         """The headers of the model's weight files; None where they are not there, or not whole."""
         checkpoint, findings = self.inspect_checkpoint(kind="model")
         return None if errors_of(findings) else checkpoint
+
+    @property
+    def bytes_elsewhere(self) -> int | None:
+        """The bytes of weights that are not here or stay unread: by an index, pointers of Git LFS, or pickles.
+
+        None where the headers are here, which say more, and where nothing says it.
+        """
+        checkpoint, _ = self.inspect_checkpoint(kind="model")
+        index = None if checkpoint is None else checkpoint.index
+        if checkpoint is not None and checkpoint.tensors:
+            return None
+        if index is not None and index.total_size:
+            return index.total_size
+        names = {MODEL_SINGLE} if index is None else set(index.weight_map.values())
+        pointed = [pointed_bytes(self.path / name) for name in names]
+        if None not in pointed:
+            return sum(filter(None, pointed))
+        single, of_several = (self.path / name for name in MODEL_PICKLES)
+        listed = self.files.try_read(of_several) if of_several.is_file() else {}
+        metadata = listed.get("metadata") if isinstance(listed, dict) else None
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        # older releases of transformers wrote it as a float
+        return pointed_bytes(single) or size_of(single) or (int(total) if isinstance(total, (int, float)) else None)
 
     @property
     def stamps(self) -> Mapping[Path, tuple[int, ...]]:

@@ -11,12 +11,13 @@ from typing import Literal
 from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note
-from .files import LFS_FIX, is_lfs_pointer, not_contained, try_open, unreadable
+from .files import LFS_FIX, not_contained, pointed_bytes, unreadable
 from .json_files import JsonFiles
 from .mlx import MLX_WEIGHTS
 
 Kind = Literal["model", "adapter"]
 ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
+MODEL_SINGLE = "model.safetensors"
 MODEL_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -150,21 +151,14 @@ def _two_checkpoints(folder: Path, single: str, index: str) -> list[Finding]:
     return [note("warning", "two-checkpoints", folder, message, fix)]
 
 
-def _points_to_lfs(path: Path) -> bool:
-    file = try_open(path) if path.suffix == ".bin" else None
-    if file is None or isinstance(file, Finding):
-        return False
-    with file:
-        return is_lfs_pointer(file.read(64))
-
-
 def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, str]]) -> Finding:
     for source, target in pickles:
         if source in names:
             message = f"the weights are a pickle, which can run code when it is read, and there is no {target!r}"
             fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}"
             stem = source.removesuffix(".index.json").removesuffix(".bin")
-            pointers = [name for name in names if name.startswith(stem) and _points_to_lfs(folder / name)]
+            pickled = [name for name in names if name.startswith(stem) and name.endswith(".bin")]
+            pointers = [name for name in pickled if pointed_bytes(folder / name) is not None]
             if pointers:
                 message += f"; {listed(pointers)} {'is a pointer' if len(pointers) == 1 else 'are pointers'} of Git LFS"
                 fix = f"{LFS_FIX}, and then {fix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
 from .tensors import inventory, tensor_places
-from .weights_dtype import find_weights_dtype
+from .weights_dtype import checked_by_size, find_weights_dtype
 from .zero3 import made_whole
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
@@ -116,14 +117,18 @@ def meta_model(
     _refuse_quantized(config, name, opened)
     model_class = class_to_build(config, auto_class, trust_remote_code=trust_remote_code)
     with building(config, model_class, folder):
-        made_dtype, assumed = find_weights_dtype(dtype, config, opened)
-        built = build_on_meta(
+        found = find_weights_dtype(dtype, config, opened)
+        build = functools.partial(
+            build_on_meta,
             model_class,
             config,
-            made_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+        built = build(found.dtype)
+        made_dtype, assumed, _ = checked_by_size(found, built)
+        if made_dtype != found.dtype:
+            built = build(made_dtype)
     guessed = class_assumed(config, built, trust_remote_code=trust_remote_code) if auto_class is None else None
     ignored = None if opened is None else ignored_sizes(opened.path, opened.config, config)
     for note in filter(None, (assumed, ignored, guessed if folder is not None else None)):

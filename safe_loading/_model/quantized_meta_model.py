@@ -26,7 +26,7 @@ from .model_config import ignored_sizes, lift_quantization
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
-from .weights_dtype import find_weights_dtype
+from .weights_dtype import checked_by_size, find_weights_dtype
 
 QuantizationConfig = Mapping[str, object] | QuantizationConfigMixin | None
 # The entries of its quantization that a folder's headers correct, and the finding about it.
@@ -77,6 +77,10 @@ def quantized_meta_model(
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
+        seen = checked_by_size(weights, model)
+        if seen.dtype != weights.dtype:
+            model = meta_model(plain, dtype=seen.dtype, **options)
+        weights = seen
     if folder is not None or config.name_or_path:
         _train_as_loaded(model)
     ignored = None if folder is None else ignored_sizes(folder.path, folder.config, config)

@@ -22,12 +22,16 @@ from safe_loading.errors import ArgumentError, CheckpointError
 from .dtypes import DTYPES, dtype_named
 from .formats.registry import FORMATS
 
+# Bytes for each parameter: of buffers, headers and heads that files hold twice or not at all, there may be a tenth.
+_IN_16_BITS, _IN_32_BITS = (1.8, 2.3), (3.6, 4.6)
+
 
 class WeightsDtype(NamedTuple):
-    """The dtype of the weights, and the finding where nothing says which it is."""
+    """The dtype of the weights; where nothing says which it is, the finding of that and the folder without them."""
 
     dtype: torch.dtype
     assumed: Finding | None = None
+    folder: ModelFolder | None = None
 
 
 def find_weights_dtype(
@@ -56,7 +60,22 @@ def find_weights_dtype(
     default = torch.get_default_dtype()
     if folder is None and not source:
         return WeightsDtype(default)  # made by hand: there are no weights but those that from_config() makes
-    return WeightsDtype(default, _assumed(default, str(folder.path / CONFIG if folder is not None else source)))
+    where = str(folder.path / CONFIG if folder is not None else source)
+    return WeightsDtype(default, _assumed(default, where), folder)
+
+
+def checked_by_size(found: WeightsDtype, model: torch.nn.Module) -> WeightsDtype:
+    """Return the dtype of the weights of a model; if it was assumed, the one that the bytes of its files show."""
+    stored = None if found.folder is None else found.folder.bytes_elsewhere
+    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point())
+    if found.folder is None or not stored or not elements:
+        return found
+    if _IN_32_BITS[0] < stored / elements < _IN_32_BITS[1]:
+        return WeightsDtype(torch.float32)
+    if not _IN_16_BITS[0] < stored / elements < _IN_16_BITS[1]:
+        return found
+    where = str(found.folder.path / CONFIG)
+    return WeightsDtype(torch.float16, _assumed(torch.float16, where, "by the size of its files"))
 
 
 def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None) -> torch.dtype:
@@ -140,11 +159,11 @@ def _of_quantization(config: PreTrainedConfig) -> torch.dtype | None:
     return None
 
 
-def _assumed(dtype: torch.dtype, where: str) -> Finding:
+def _assumed(dtype: torch.dtype, where: str, how: str = "") -> Finding:
     name = str(dtype).removeprefix("torch.")
     message = (
         f"neither the config nor a weight on this machine says in which dtype the weights are: {name} is assumed "
-        f"(dtype= names another), with {dtype.itemsize} bytes for each parameter."
+        f"{how + ' ' if how else ''}(dtype= names another), with {dtype.itemsize} bytes for each parameter."
     )
     fix = 'pass dtype=, such as "bfloat16", or pass the folder with its weights.'
     return Finding("dtype-assumed", "warning", where, message, fix)

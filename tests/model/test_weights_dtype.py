@@ -165,7 +165,7 @@ def test_the_advice_of_an_assumed_dtype_taken(tmp_path: Path, caplog: pytest.Log
 
 def test_a_config_made_by_hand_has_the_dtype_that_from_config_gives_it() -> None:
     config = LlamaConfig(**SIZES)
-    assert find_weights_dtype(None, config) == (torch.float32, None)
+    assert find_weights_dtype(None, config) == (torch.float32, None, None)
     assert AutoModelForCausalLM.from_config(config).dtype == torch.float32
 
 
@@ -207,3 +207,46 @@ def test_a_folder_whose_weights_are_still_to_come_is_planned_by_its_config(kind:
     save_file(held, named / shards[0].name)
     with pytest.raises(CheckpointError, match=shards[1].name):  # a download that broke off
         plan_device_map(named, CARD, verify=False)
+
+
+def a_pointer(folder: Path, name: str, size: int) -> None:
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * '0'}\nsize {size}\n")
+
+
+def elsewhere(folder: Path, kind: str, size: int) -> None:
+    """The facts of weights that lie elsewhere, as clones and mirrors of the hub keep them."""
+    if kind == "index":
+        index = {
+            "metadata": {"total_size": size},
+            "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "index without a size":
+        index = {"metadata": {"total_size": 0}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        a_pointer(folder, "model-00001-of-00001.safetensors", size)
+    elif kind == "index of pickles":
+        index = {"metadata": {"total_size": float(size)}, "weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    elif kind == "pickle":
+        (folder / "pytorch_model.bin").write_bytes(bytes(size))
+    else:
+        a_pointer(folder, kind, size)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "kind",
+    ["index", "index without a size", "index of pickles", "pickle", "model.safetensors", "pytorch_model.bin"],
+)
+def test_the_size_of_weights_that_are_elsewhere_shows_their_dtype(tmp_path: Path, kind: str, dtype: str) -> None:
+    """As of bloom-560m, whose config names no dtype and whose weights are in 16 bits."""
+    folder = folder_of(tmp_path, LLAMA)
+    wanted = sizes(folder, dtype=dtype)
+    elsewhere(folder, kind, wanted[2] + 2000)
+    assert sizes(folder) == wanted
+    told = [f.message for f in plan_device_map(folder, CARD, verify=False).findings if f.code == "dtype-assumed"]
+    assert ["float16 is assumed by the size of its files" in message for message in told] == [True] * (
+        dtype == "float16"
+    )
+    assert sizes(folder, dtype="bfloat16")[2] == wanted[2] // (1 if dtype == "float16" else 2)

@@ -127,8 +127,8 @@ def untied_finding(where: object, names: Sequence[str]) -> Finding:
 
 def _listed_finding(index: Path, names: Sequence[str]) -> Finding:
     message = (
-        f"the config says tie_word_embeddings=True, and {index.name} lists two weights ({listed(names)}), which count as "
-        f"two: transformers ties them only if their values are equal"
+        f"the config says tie_word_embeddings=True, and {index.name} lists two weights ({listed(names)}), which count "
+        f"as two: transformers ties them only if their values are equal"
     )
     return note("warning", "base-untied", index, message, "download the weights, which say whether they are equal")
 
