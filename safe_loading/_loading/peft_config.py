@@ -183,8 +183,9 @@ def _changes_nothing(name: str, value: object, config: JsonObject, *, is_trainab
         return True
     # "qalora_group_size" beside "use_qalora": false
     switched_off = config.get(f"use_{name.partition('_')[0]}") is False
-    # ms-swift repeats the method, and writes the learning rates of LoRA+ whether they were used or not
-    repeated = name == "swift_type" and value == config.get("peft_type")
+    # ms-swift repeats the method and the factors' dtype, in which the file holds them, and writes the learning rates of
+    # LoRA+ whether they were used or not
+    repeated = (name == "swift_type" and value == config.get("peft_type")) or name == "lora_dtype"
     return switched_off or repeated or bool(_LEARNING_RATE.search(name)) or ("dropout" in name and not is_trainable)
 
 

@@ -18,8 +18,10 @@ from safe_loading import AdapterError, load_peft_on_rank
         {"init_hyper_weights": True},
         {"enable_lora": None, "merge_weights": True},
         {"swift_type": "LORA", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06, "lora_dtype": None, "use_qa_lora": False},
+        {"lora_dtype": "AUTO"},
+        {"lora_dtype": "bf16"},
     ],
-    ids=["empty", "switched off", "dropout", "start", "peft 0.2", "ms-swift"],
+    ids=["empty", "switched off", "dropout", "start", "peft 0.2", "ms-swift", "its default dtype", "its dtype"],
 )
 def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, fields: dict[str, Any]
@@ -38,7 +40,6 @@ def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
         {"init_hyper_weights": "pissa"},
         {"enable_lora": [True, False, True]},
         {"swift_type": "LONGLORA"},
-        {"lora_dtype": "bf16"},
     ],
     ids=str,
 )
