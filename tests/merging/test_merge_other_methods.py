@@ -66,6 +66,9 @@ IN_MEMORY_ALONE: dict[str, Any] = {
     "GLoRA": peft.GloraConfig(**LINEAR),  # on layers with a bias, which it makes of the weight too
     "OSF": peft.OSFConfig(**SQUARE, effective_rank=8),
     "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "LN tuning, a saved head beside": peft.LNTuningConfig(
+        target_modules=["input_layernorm"], modules_to_save=["lm_head"]
+    ),
 }
 
 

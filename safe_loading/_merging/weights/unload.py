@@ -46,13 +46,11 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     of_peft = {path: module for path, module in tuner.model.named_modules() if _is_of_peft(module)}
     base: torch.nn.Module = tuner.unload()
-    # One adapter's saved module under another's trained tokens is a wrapper in a wrapper: peft takes off the outer one.
-    left = _wrappers(base)
-    while left:
-        base = tuner.unload()
-        before, left = left, _wrappers(base)
-        if left >= before:  # what is not peft's to take off
-            break
+    # One adapter's saved module under another's trained tokens is a wrapper in a wrapper, of which peft takes off the
+    # outer one; beside LN tuning it takes off none.
+    while left := _wrapped(base):
+        for parent, name, wrapper in left:
+            setattr(parent, name, wrapper.unload_and_optionally_merge_module(False, False, None))
     for path, module in base.named_modules():
         if path in of_peft:
             hand_hooks_on(of_peft[path], module)
@@ -85,5 +83,7 @@ def hand_hooks_on(old: torch.nn.Module, new: torch.nn.Module) -> None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
 
-def _wrappers(model: torch.nn.Module) -> int:
-    return sum(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
+def _wrapped(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, AuxiliaryTrainingWrapper]]:
+    """Return peft's wrappers in a model, from the outside, under each module that has them, by their names there."""
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent._modules.items())
+    return [(parent, name, child) for parent, name, child in children if isinstance(child, AuxiliaryTrainingWrapper)]
