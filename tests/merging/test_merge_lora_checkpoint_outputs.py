@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import adapters as faults
 from models import KINDS, Made, save_adapter, save_llama
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference, tensor_bytes
 from test_merge_lora_inplace_ties import ENDS, adapted, family
@@ -179,15 +179,22 @@ def test_what_no_checkpoint_of_a_class_holds_is_not_missed_where_a_tie_ends(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules=["query"], trainable_token_indices={"word_embeddings": [1, 2]}),
+        TrainableTokensConfig(target_modules=["word_embeddings"], token_indices=[1, 2]),
+    ],
+    ids=["beside a LoRA", "alone"],
+)
+def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path, config: PeftConfig) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
-    options = {"auto_class": BertForMaskedLM, "task_type": None, "target_modules": ["query"]}
-    tokens = {"trainable_token_indices": {"word_embeddings": [1, 2]}}
-    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **tokens)
+    adapter = tmp_path / "adapter"
+    get_peft_model(BertForMaskedLM.from_pretrained(tmp_path / "base"), config).save_pretrained(adapter)
     with pytest.raises(MergeError, match=r"cls.predictions.decoder: peft computes .* without its bias"):
         merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
 

@@ -202,16 +202,15 @@ class _Collector:
                 self._replace(originals[inner], attribute, path, value, saved=True)
 
     def _collect_tokens(self, path: str, wrapper: TrainableTokensWrapper, order: Sequence[str]) -> None:
-        base = _innermost(wrapper.original_module)
-        try:
-            refuse_own_forward(base, replaces_rows=True)
-        except CannotMergeError as reason:
-            self.problems.append(f"{without_peft_levels(without_peft_prefix(path))}: {reason}")
-        self._collect_token_rows(wrapper.token_adapter, base, path, order)
+        self._collect_token_rows(wrapper.token_adapter, _innermost(wrapper.original_module), path, order)
 
     def _collect_token_rows(
         self, layer: TrainableTokensLayer, base: torch.nn.Module, path: str, order: Sequence[str]
     ) -> None:
+        try:
+            refuse_own_forward(base, replaces_rows=True)
+        except CannotMergeError as reason:
+            self.problems.append(f"{without_peft_levels(without_peft_prefix(path))}: {reason}")
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
