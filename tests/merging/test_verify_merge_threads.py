@@ -81,7 +81,7 @@ def test_ends_that_were_trained_apart_and_are_tied_again(extended: Path) -> None
         check = verify_merge(extended / "base", extended / "adapter", wrong)
         assert not check.ok
         assert "merged-config" in codes(check)
-        assert "tie_word_embeddings is True and should be False" in str(check)
+        assert str(check).count("tie_word_embeddings is True and should be False") == 1
 
 
 def test_words_that_were_added_and_are_not_in_the_merge(extended: Path) -> None:

@@ -75,7 +75,7 @@ def _config_findings(
     wrong += _read_otherwise(sources, right, config, has_ties=has_ties)
     if wrong:
         fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
-        yield Finding("merged-config", "error", str(path), "; ".join(wrong) + ".", f"{fix}.")
+        yield Finding("merged-config", "error", str(path), "; ".join(dict.fromkeys(wrong)) + ".", f"{fix}.")
 
 
 def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject, *, has_ties: bool) -> list[str]:
