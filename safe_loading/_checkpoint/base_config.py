@@ -215,7 +215,8 @@ def _sections(config: JsonObject) -> Iterator[tuple[str, JsonObject]]:
 def _classes(config: JsonObject) -> Iterator[str]:
     """Refuse entries that name the class in a form that transformers accepts here and fails on later."""
     names = config.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    listed = [names] if isinstance(names, str) else names  # a name alone is loaded by the type of the model
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         yield f"architectures is {names!r:.100}; it must be a list of names of classes"
     remote = config.get("auto_map")
     if remote is not None and not isinstance(remote, dict):

@@ -31,8 +31,10 @@ class ModelFolder:
 
     @property
     def config(self) -> JsonObject | None:
-        """The content of config.json; None if there is none. A damaged one is refused."""
-        return self.files.read(self.path / CONFIG)
+        """The content of config.json, its classes as a list; None if there is none. A damaged one is refused."""
+        config = self.files.read(self.path / CONFIG)
+        named = None if config is None else config.get("architectures")
+        return {**config, "architectures": [named]} if config is not None and isinstance(named, str) else config
 
     @property
     def generation_config(self) -> JsonObject | None:

@@ -19,7 +19,7 @@ from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout
 from safe_loading._model.meta_model import build_on_meta
-from safe_loading._model.model_config import config_reader, ignored_sizes, lift_quantization, read_config
+from safe_loading._model.model_config import config_reader, ignored_sizes, read_config, settle_config
 from safe_loading._model.quantized.on_disk import without_passed_over
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import CheckpointError
@@ -64,7 +64,7 @@ def changed_config(folder: ModelFolder, base_kwargs: EngineKwargs) -> tuple[PreT
         config, rest = reader.from_pretrained(folder.path, return_unused_kwargs=True, **options)
     else:
         config, rest = copy.deepcopy(given), {k: v for k, v in options.items() if k not in IMPLEMENTATIONS}
-    lift_quantization(config)
+    settle_config(config)
     for name in IMPLEMENTATIONS & base_kwargs.keys():
         setattr(config, f"_{name}", base_kwargs[name])
     return config, rest if quantization is None else {**rest, "quantization_config": quantization}

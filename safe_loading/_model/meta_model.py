@@ -26,7 +26,7 @@ from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import ArgumentError
 
 from .formats.four_bit_on_meta import four_bit_on_meta
-from .model_config import building, ignored_sizes, lift_quantization, read_config, read_generation_config
+from .model_config import building, ignored_sizes, read_config, read_generation_config, settle_config
 from .module_limit import module_limit
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.to_plain import how_to_dequantize
@@ -100,7 +100,7 @@ def meta_model(
         hub.refuse_for(model)
         # The model keeps its config, into which transformers writes the dtype and the attention.
         config = copy.deepcopy(model)
-        lift_quantization(config)
+        settle_config(config)
         name = config.name_or_path or ""
     else:
         name = path_text(model, "model")

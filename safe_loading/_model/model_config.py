@@ -57,15 +57,19 @@ def read_config(
     ignored = ignored_sizes(folder, document, config)
     if ignored is not None and ignored.severity == "error":
         raise CheckpointError(ignored.problem)
-    lift_quantization(config)
+    settle_config(config)
     return config
 
 
-def lift_quantization(config: PreTrainedConfig) -> None:
-    """Move the quantization of the language model inside to a config without one, which transformers takes as its.
+def settle_config(config: PreTrainedConfig) -> None:
+    """Give the entries of a config that transformers takes in several forms the usual one.
 
-    One that packs nothing is taken out.
+    The quantization of the language model inside is moved to a config without one, and one that packs nothing is taken
+    out. A class that is named without a list gets one.
     """
+    named: object = config.architectures
+    if isinstance(named, str):
+        config.architectures = [named]
     if packs_nothing(vars(config).get("quantization_config")):
         vars(config).pop("quantization_config")
     try:

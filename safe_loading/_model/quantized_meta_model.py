@@ -22,7 +22,7 @@ from .formats.card_findings import bytes_of_parameters, experts_not_quantized
 from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
 from .formats.registry import FORMATS, QUANTIZED_NAME
 from .meta_model import class_assumed, meta_model
-from .model_config import ignored_sizes, lift_quantization
+from .model_config import ignored_sizes, settle_config
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
@@ -167,7 +167,7 @@ def _without_quantization(config: PreTrainedConfig, folder: ModelFolder | None) 
     """Return a copy of a config that says nothing of a quantization, and the ``quantization_config`` that it had."""
     plain = copy.deepcopy(config)
     without_passed_over(plain, folder)
-    lift_quantization(plain)
+    settle_config(plain)
     on_disk: object = vars(plain).pop("quantization_config", None)
     for entry in UNREAD_ENTRIES:
         vars(plain).pop(entry, None)

@@ -69,7 +69,7 @@ def test_what_published_configs_say_is_fine() -> None:
         ({"model_type": "detr", "backbone": "gpt2", "use_timm_backbone": False}, "config-path"),
         ({"model_type": "timm_backbone", "backbone": "hf-hub:who/model"}, "config-path"),
         ({"vision_config": {"model_type": "timm_wrapper", "architecture": "local-dir:/etc"}}, "config-path"),
-        ({"architectures": "Llama"}, "config-class"),
+        ({"architectures": ["Llama", 3]}, "config-class"),
         ({"auto_map": []}, "config-class"),
         ({"_attn_implementation": "who/kernel"}, "config-code"),
         ({"attn_implementation": "paged|who/kernel@main:run"}, "config-code"),

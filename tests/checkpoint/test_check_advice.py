@@ -217,7 +217,7 @@ CASES: dict[str, Case] = {
         CONFIGS["config of 17 MB"].change, "json-too-large", "check that it is the right file", again
     ),
     "a list of classes": Case(
-        folders.config(architectures="LlamaForCausalLM"),
+        folders.config(architectures={"0": "LlamaForCausalLM"}),
         "config-class",
         CORRECT,
         fields("config.json", architectures=["LlamaForCausalLM"]),

@@ -26,6 +26,7 @@ from safe_loading import (
     load_peft_on_rank,
     merge_lora_checkpoint,
     meta_model,
+    verify_merge,
 )
 
 
@@ -127,6 +128,22 @@ def test_names_of_kohya_beside_a_config_of_peft(tmp_path: Path, tiny_llama: Path
         load_peft_on_rank(adapter, tiny_llama)
     (found,) = check_checkpoint(adapter).findings
     assert "load_lora_weights" in found.message
+
+
+def test_a_base_that_names_its_class_without_a_list_is_that_base(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """As transformers takes it, which loads such a folder by the type of its model."""
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    document = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**document, "architectures": document["architectures"][0]}))
+    assert check_checkpoint(base).ok
+    assert type(meta_model(base)).__name__ == "LlamaForCausalLM"
+    model = load_peft_on_rank(tiny_adapter, base)
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+    merge_lora_checkpoint(base, tiny_adapter, tmp_path / "merged")
+    assert verify_merge(tiny_llama, tiny_adapter, tmp_path / "merged").ok
+    assert verify_merge(base, tiny_adapter, tmp_path / "merged").ok
 
 
 class Net(torch.nn.Module):
