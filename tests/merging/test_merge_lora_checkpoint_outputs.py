@@ -194,7 +194,7 @@ def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path, config: P
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
     adapter = tmp_path / "adapter"
-    get_peft_model(BertForMaskedLM.from_pretrained(tmp_path / "base"), config).save_pretrained(adapter)
+    get_peft_model(BertForMaskedLM.from_pretrained(tmp_path / "base"), config).save_pretrained(str(adapter))
     with pytest.raises(MergeError, match=r"cls.predictions.decoder: peft computes .* without its bias"):
         merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
 
