@@ -70,7 +70,9 @@ def choose_class(
         fits[name] = _fit(adapter, models[name])
         if new_head and fits[name].tensors < len(adapter.tensors):  # not the class of another head by its body alone
             fits[name] = _Fit(0, 0)
-    best = max(named, key=fits.__getitem__)  # the first of several
+    # AutoModel makes a decoder too for an encoder that was saved alone, as sentence-t5 is.
+    alone = adapter.facts.config.get("task_type") == "FEATURE_EXTRACTION"
+    best = max(named, key=lambda name: (fits[name], alone and _is_part(models[name], models[given])))  # the first
     auto_class, reason = named[best]
     if auto_class is first:
         return ChosenClass(first, (), models[best])
@@ -118,6 +120,12 @@ def _fit(adapter: Adapter, model: torch.nn.Module | None) -> _Fit:
     owners = [path.split(".lora_")[0] if ".lora_" in path else path.rpartition(".")[0] for path in paths]
     leading = [owner for owner in owners if owner in modules]
     return _Fit(len(leading), sum(owner not in newer for owner in leading))
+
+
+def _is_part(model: torch.nn.Module | None, whole: torch.nn.Module | None) -> bool:
+    if model is None or whole is None:
+        return False
+    return {name for name, _ in model.named_parameters()} < {name for name, _ in whole.named_parameters()}
 
 
 def _named_classes(

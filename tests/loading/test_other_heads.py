@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     BrosConfig,
     BrosSpadeELForTokenClassification,
@@ -21,6 +22,10 @@ from transformers import (
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5Model,
 )
 
 from safe_loading import (
@@ -92,6 +97,28 @@ def test_a_head_whose_task_no_config_names_is_loaded_by_its_class(tmp_path: Path
     assert torch.equal(model(first).logits, expected)
     merge_lora_checkpoint(tiny_llama, tmp_path / "adapter", tmp_path / "merged", auto_class=auto)
     assert torch.allclose(classifier(tmp_path / "merged").eval()(first).logits, expected, atol=1e-5)
+
+
+def test_an_encoder_that_was_saved_alone_is_loaded_alone(tmp_path: Path) -> None:
+    """As sentence-t5: the auto class of the task makes a decoder too, at random, which no file holds."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    T5EncoderModel(config).save_pretrained(tmp_path / "base")
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    options: dict[str, Any] = {"task_type": "FEATURE_EXTRACTION", "target_modules": ["q", "v"]}
+    encoder: Any = T5EncoderModel
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", auto_class=encoder, **options)
+    model = load_peft_on_rank(adapter, tmp_path / "base")
+    plain = PeftModel.from_pretrained(encoder.from_pretrained(tmp_path / "base"), str(adapter))
+    tokens = torch.arange(1, 25).reshape(2, 12)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens)[0], plain(input_ids=tokens)[0])
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "merged")
+    assert verify_merge(tmp_path / "base", adapter, tmp_path / "merged").ok
+    assert check_checkpoint(adapter).ok
+    auto: Any = AutoModel
+    of_both = save_adapter(tmp_path / "of both", tmp_path / "whole", auto_class=auto, **options)
+    assert type(load_peft_on_rank(of_both, tmp_path / "whole").get_base_model()) is T5Model
 
 
 def test_a_head_of_another_size_that_no_adapter_replaces_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
