@@ -32,6 +32,8 @@ from safe_loading.errors import AdapterError, SafeLoadingError
 from .fused_layouts import PACKING, PACKINGS
 
 _MAMBA_CHECK = "_check_lora_target_modules_mamba"
+# Methods that peft has renamed: their names now, and the key_mapping of their tensors (its convert-bone-to-miss.py).
+_RENAMED = {"BONE": ("MISS", {r"\.bone_": ".miss_"})}
 _LEARNING_RATE = re.compile(r"_lr(?:_|$)")  # in the name of a field
 
 
@@ -41,7 +43,10 @@ def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfi
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
     if config_class is None:
         known_methods = sorted(map(method_name, PEFT_TYPE_TO_CONFIG_MAPPING))
-        fix = f"Write it as {method.upper()!r}." if method.upper() in known_methods else "Upgrade peft."
+        later, mapping = _RENAMED.get(method.upper(), (method.upper(), None))
+        fix = "Upgrade peft."
+        if later in known_methods:
+            fix = f"Write it as {later!r}" + (f", and pass key_mapping={mapping}." if mapping else ".")
         raise AdapterError(
             f"{file}: peft_type is {method!r}, which peft {peft.__version__} does not know (it was written by peft "
             f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows {known_methods}. {fix}"

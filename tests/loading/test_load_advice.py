@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_methods import METHODS, save_trained
 from engines import needs
 from faults import adapters as faults
 from models import save_adapter, save_llama
@@ -357,6 +358,20 @@ def test_a_method_in_lower_case_or_missing_is_written_as_advised(
     assert torch.equal(
         logits(load_peft_on_rank(tiny_llama, adapter)), logits(load_peft_on_rank(tiny_llama, tiny_adapter))
     )
+
+
+@pytest.mark.skipif("BONE" in peft.PeftType.__members__, reason="this peft has Bone")
+def test_a_method_that_peft_has_renamed_is_written_as_advised(tmp_path: Path, tiny_llama: Path) -> None:
+    """Bone of older peft, whose tensors are those of MiSS."""
+    adapter = save_trained(METHODS["MiSS"], tiny_llama, tmp_path / "adapter")
+    expected = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama), str(adapter)))
+    change_config(adapter, peft_type="BONE", miss_dropout=None, mini_r=None)
+    change_tensors(adapter, lambda tensors: {key.replace(".miss_", ".bone_"): tensors[key] for key in tensors})
+    mapping = {r"\.bone_": ".miss_"}
+    with pytest.raises(AdapterError, match=re.escape(f"Write it as 'MISS', and pass key_mapping={mapping}.")):
+        load_peft_on_rank(tiny_llama, adapter)
+    change_config(adapter, peft_type="MISS")
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter, key_mapping=mapping)), expected)
 
 
 def test_the_class_that_a_base_was_saved_as_is_passed(tmp_path: Path, tiny_llama: Path) -> None:
