@@ -62,7 +62,7 @@ from .load_base import (
 from .report import LoadedPart
 from .sources import other_base_findings
 from .split_base import alone_findings, said_of_split_base
-from .vocabulary import resize_to_adapters
+from .vocabulary import LABELS, labels_of_heads, resize_to_adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ class BaseOnDisk:
     checked: Checked | None = None  # what peft built for the check, to be moved to the base
     built_as: str | None = None  # the class of the model on meta that was checked; None where none could be built
     untied: tuple[UntiedPair, ...] = ()  # what the class ties and the files hold with different values
+    labels: int | None = None  # of the adapters' heads, where config.json has another number
     replaces_weights: bool = False  # whether its files have weights of other shapes, which an adapter replaces
     # the weights that need not go through transformers' loader, or why all of them do
     planned: IntoPlace | Method = NOT_COMPARED
@@ -135,7 +136,12 @@ def check_before_load(
         refuse_missing_weights(opened, checkpoint.tensors, adapters, options.base_kwargs)
         refuse_index_without_metadata(opened, checkpoint)
     read_generation_config(folder, opened.generation_config)
-    meta_model = chosen.model or build(auto_class)
+    meta_model, labels = chosen.model or build(auto_class), None
+    if meta_model is not None and (LABELS | {"config"}).isdisjoint(options.base_kwargs):
+        labels = labels_of_heads(meta_model, adapters, functools.partial(_with_labels, build, auto_class))
+    if labels is not None:
+        build = functools.partial(build, base_kwargs={**options.base_kwargs, "num_labels": labels})
+        meta_model = build(auto_class)
     if meta_model is not None and checkpoint is not None:
         on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
         refuse_out_of_proportion(meta_model, folder / CONFIG, on_disk)
@@ -145,8 +151,14 @@ def check_before_load(
     if checkpoint is not None:
         findings += base_findings(opened, checkpoint)
         findings += other_base_findings(adapters, checkpoint)
-    found = BaseOnDisk(base, opened, config, auto_class, tuple(findings))
+    found = BaseOnDisk(base, opened, config, auto_class, tuple(findings), labels=labels)
     return found if meta_model is None else _checked_on_meta(found, meta_model, checkpoint, adapters, options, build)
+
+
+def _with_labels(
+    build: functools.partial[torch.nn.Module | None], auto_class: ModelClass, labels: int
+) -> torch.nn.Module | None:
+    return build(auto_class, base_kwargs={**build.keywords["base_kwargs"], "num_labels": labels})
 
 
 def _checked_on_meta(
@@ -223,6 +235,8 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
     start = time.perf_counter()
     source = base.resolved.source
     config, kwargs = base.config, options.base_kwargs
+    if base.labels is not None:
+        kwargs = {**kwargs, "num_labels": base.labels}
     if base.replaces_weights:
         kwargs = {"ignore_mismatched_sizes": True, **kwargs}
     model, info, method = load_base(

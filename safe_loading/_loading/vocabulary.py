@@ -1,9 +1,9 @@
-"""The vocabulary of adapters: the weights of the base that their files replace, and how many rows those have."""
+"""The rows of what adapters replace: the vocabulary of their embeddings, and the labels of their heads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from safe_loading._ranks.own_generators import own_generators
 
 from .adapter_values import Adapter
 
+LABELS = frozenset({"num_labels", "id2label"})  # of the arguments of a load, those that say how many labels there are
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module|token_adapter)(?=\.)")
 
 
@@ -41,6 +42,30 @@ def vocabulary_of(shapes: Mapping[str, Sequence[tuple[int, ...]]], model: PreTra
                 if len(shape) == weight.dim() and shape[1:] == weight.shape[1:] and shape[0] != weight.shape[0]:
                     return shape[0]
     return None
+
+
+def labels_of_heads(
+    model: torch.nn.Module, adapters: Sequence[Adapter], build: Callable[[int], torch.nn.Module | None]
+) -> int | None:
+    """Return the number of labels of the adapters' heads; None where it is the model's, or no adapter has a head.
+
+    Which parameters depend on it is seen from a second model, which ``build`` makes on meta with so many labels, and
+    not guessed from names, nor from the task, which adapters for images and sound do not name.
+    """
+    labels: int | None = getattr(getattr(model, "config", None), "num_labels", None)
+    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    replaced = {
+        name: shapes
+        for name, shapes in replaced_shapes(adapters, model).items()
+        if name in own and any(shape[1:] == own[name][1:] and shape != own[name] for shape in shapes)
+    }
+    other = build(labels + 1) if replaced and labels is not None else None
+    if other is None:
+        return None
+    shapes_there = {name: tuple(tensor.shape) for name, tensor in other.named_parameters()}
+    heads = [name for name in replaced if shapes_there.get(name) != own[name]]
+    sizes = {shape[0] for name in heads for shape in replaced[name]}
+    return sizes.pop() if len(sizes) == 1 and sizes != {labels} else None
 
 
 def resize_to_adapters(model: torch.nn.Module, adapters: Sequence[Adapter]) -> list[Finding]:

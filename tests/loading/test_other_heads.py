@@ -1,4 +1,4 @@
-"""Adapters with a head of another number of labels than the base has: the fix names the number, and works."""
+"""Adapters with a head of another number of labels than the base has: the head decides."""
 
 from __future__ import annotations
 
@@ -56,29 +56,38 @@ def adapter(tmp_path: Path, tiny_llama: Path) -> Path:
     return save_adapter(tmp_path / "adapter", tmp_path / "trained on", auto_class=auto, task_type="SEQ_CLS")
 
 
+@pytest.mark.parametrize("given", [{}, {"num_labels": LABELS}], ids=["by the file", "by the caller"])
 @pytest.mark.parametrize("has_a_head", [False, True], ids=["body", "classifier"])
-def test_the_fix_names_the_number_of_labels_with_which_it_loads(
-    tmp_path: Path, tiny_llama: Path, adapter: Path, has_a_head: bool
+def test_the_head_of_an_adapter_says_how_many_labels_there_are(
+    tmp_path: Path, tiny_llama: Path, adapter: Path, has_a_head: bool, given: dict[str, int]
 ) -> None:
+    """As of reward models, of one label, whose base says nothing of labels, which means two."""
     base = tiny_llama
     if has_a_head:
         base = tmp_path / "base"
         classifier(tiny_llama, 2).save_pretrained(base)
-    with pytest.raises(AdapterError, match=r"the file has \[3, 32\], the model has \[2, 32\]") as refused:
-        load_peft_on_rank(adapter, base)
-    fix = re.search(r"base_kwargs=\{'num_labels': (\d+)\}", str(refused.value))
-    assert fix is not None
-    kwargs = {"num_labels": int(fix[1])}
-    model = load_peft_on_rank(adapter, base, base_kwargs=kwargs)
+    assert check_checkpoint(adapter, base_model=base).ok
+    model = load_peft_on_rank(adapter, base, base_kwargs=given)
     first = torch.arange(1, 13)[None]
     expected = PeftModel.from_pretrained(classifier(base, LABELS), str(adapter)).eval()
+    assert model.get_base_model().config.num_labels == LABELS
     assert torch.equal(model(first).logits, expected(first).logits)
-    merge_lora_checkpoint(base, adapter, tmp_path / "on disk", base_kwargs=kwargs)
+    merge_lora_checkpoint(base, adapter, tmp_path / "on disk", base_kwargs=given)
     merge_lora_inplace(model).save_pretrained(tmp_path / "in memory")
     for folder in ("on disk", "in memory"):
         merged = classifier(tmp_path / folder).eval()
         assert merged.config.num_labels == LABELS
         assert torch.allclose(merged(first).logits, expected(first).logits, atol=1e-5)
+
+
+def test_a_number_of_labels_that_the_adapter_contradicts_is_refused_with_the_right_one(
+    tiny_llama: Path, adapter: Path
+) -> None:
+    with pytest.raises(AdapterError, match=r"the file has \[3, 32\], the model has \[5, 32\]") as refused:
+        load_peft_on_rank(adapter, tiny_llama, base_kwargs={"num_labels": 5})
+    fix = re.search(r"base_kwargs=\{'num_labels': (\d+)\}", str(refused.value))
+    assert fix is not None
+    load_peft_on_rank(adapter, tiny_llama, base_kwargs={"num_labels": int(fix[1])})
 
 
 def test_a_head_whose_task_no_config_names_is_loaded_by_its_class(tmp_path: Path, tiny_llama: Path) -> None:

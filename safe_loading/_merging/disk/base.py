@@ -24,6 +24,7 @@ from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._loading.base_arguments import for_constructor, refuse_unknown
 from safe_loading._loading.base_model import base_config, changed_config
 from safe_loading._loading.sources import HUB_OPTIONS
+from safe_loading._loading.vocabulary import LABELS
 from safe_loading._model.formats.registry import format_named
 from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.meta_model import build_on_meta
@@ -36,7 +37,6 @@ from .quantized_base import read_as_plain, road_into_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
-_LABELS = {"num_labels", "id2label"}
 # Entries whose values are dicts and no configs of parts: they are written as a whole, because a key may have gone.
 _WHOLE = {"id2label", "label2id", "rope_parameters", "rope_scaling"}
 
@@ -107,7 +107,7 @@ class MergeBase:
     @property
     def num_labels(self) -> int | None:
         """The number of labels that ``kwargs`` ask for, if they do, by a number or by names."""
-        if _LABELS.isdisjoint(self.kwargs):
+        if LABELS.isdisjoint(self.kwargs):
             return None
         labels: int | None = getattr(self._changed_config[0], "num_labels", None)
         return labels

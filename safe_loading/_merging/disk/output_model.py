@@ -32,7 +32,7 @@ from safe_loading._loading.adapter_values import Adapter
 from safe_loading._loading.base_arguments import checked_class
 from safe_loading._loading.base_model import check_fit
 from safe_loading._loading.choose_class import ChosenClass, choose_class
-from safe_loading._loading.vocabulary import replaced_shapes, vocabulary_of
+from safe_loading._loading.vocabulary import labels_of_heads, replaced_shapes, vocabulary_of
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.embeddings_and_head import computes_by_tie_flag
 from safe_loading._model.layout.fit import missing_names, optional_names
@@ -119,24 +119,8 @@ def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -
         ) from error
     if base.num_labels is not None:
         return model, base.num_labels
-    labels, own = getattr(model.config, "num_labels", None), dict(model.named_parameters())
-    replaced = {
-        name: shapes
-        for name, shapes in replaced_shapes(adapters, model).items()
-        if name in own and any(shape != tuple(own[name].shape) for shape in shapes)
-    }
-    if labels is None or not replaced:
-        return model, None
-    # Which parameters depend on the number of labels is seen from a second model, and not guessed from names, nor from
-    # the task, which adapters for images and sound do not name.
-    other = base.on_meta(model_class, num_labels=labels + 1)
-    shapes_there = {name: tensor.shape for name, tensor in other.named_parameters()}
-    heads = [name for name in replaced if shapes_there.get(name) != own[name].shape]
-    sizes = {shape[0] for name in heads for shape in replaced[name]}
-    if len(sizes) != 1 or sizes == {labels}:
-        return model, None
-    size = sizes.pop()
-    return base.on_meta(model_class, num_labels=size), size
+    size = labels_of_heads(model, adapters, lambda labels: base.on_meta(model_class, num_labels=labels))
+    return (model, None) if size is None else (base.on_meta(model_class, num_labels=size), size)
 
 
 def decides_more_by_tie_flag(model: PreTrainedModel, base: MergeBase) -> bool:
