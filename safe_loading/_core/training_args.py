@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from safe_loading.errors import ArgumentError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+PairLoss = Literal["orpo", "cpo", "cpo_without_nll"]
 # of trl, read in 1.16
 _KNOWN = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig", "ORPOConfig", "CPOConfig")
 _OTHER_TRAINERS = ("sentence_transformers",)  # which run a model for each text of a row, and compare
@@ -65,7 +66,7 @@ def step_of(
         "eval_batch_size": evaluation_rows(args),
         "label_smoothing": smoothes and args.label_smoothing_factor > 0,
         "padding_free": is_padding_free(args),
-        "pair_loss": _pair_loss(args, classes),
+        "pair_loss": pair_loss_of(args),
         "router_aux_loss_coef": getattr(args, "router_aux_loss_coef", 0.0),
         "model_init_kwargs": _loading_by_trl(args, classes),
         **samples_of(args, length),
@@ -97,7 +98,9 @@ def _checkpointing(args: Any, adapted: bool) -> bool | dict[str, Any]:
     return options | ({"every_n_layers": every} if every > 1 else {}) or True
 
 
-def _pair_loss(args: Any, classes: set[str]) -> str | None:
+def pair_loss_of(args: Any) -> PairLoss | None:
+    """Return the loss of trl's trainers that read all logits of pairs; None for the arguments of any other."""
+    classes = _classes(args)
     if not classes.intersection(_FROM_LOGITS):
         return None
     return "orpo" if "ORPOConfig" in classes else "cpo" if args.cpo_alpha else "cpo_without_nll"
@@ -150,6 +153,12 @@ def evaluation_rows(args: object) -> int:
 def _evaluates(args: object) -> bool:
     strategy = getattr(args, "eval_strategy", "no")
     return getattr(strategy, "value", strategy) in ("steps", "epoch")
+
+
+def is_known_trainer(kind: type) -> bool:
+    """Whether the loss of a class of trainers is known: transformers' own, and of trl's those that were read."""
+    library = kind.__module__.partition(".")[0]
+    return library == "transformers" or (library == "trl" and kind.__name__.replace("Trainer", "Config") in _KNOWN)
 
 
 def is_padding_free(args: Any) -> bool:

@@ -15,7 +15,7 @@ from safe_loading.errors import ArgumentError
 
 from .arguments import set_fields, written
 from .optimizer_rules import ALIASES, OPTIMIZERS, OptimizerRule
-from .training_args import step_of
+from .training_args import PairLoss, step_of
 from .workload_problems import SOUGHT, checked_numbers, is_count
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # "evaluate" is what a training runs in between, of which a trace makes a step of its own
 Kind = Literal["weights_only", "generate", "train", "evaluate"]
 Reference = Literal["model", "adapter_off"]
-PairLoss = Literal["orpo", "cpo", "cpo_without_nll"]
 
 
 @dataclass(frozen=True, repr=False)

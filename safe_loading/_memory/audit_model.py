@@ -53,7 +53,7 @@ from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
 from .audit.trainer_evaluation import with_evaluation_of
-from .audit.trainer_head import about_liger, with_head_of, with_rows_of
+from .audit.trainer_head import about_loss, with_head_of, with_rows_of
 from .audit.unsharded import NO_STEP, is_tensor_parallel, unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
@@ -178,7 +178,7 @@ def audit_model(
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
         findings += _round_trip(audited, skipped)
-    skipped += [*about_liger(trainer, source, requested), *not_counted] if forecast else []
+    skipped += [*about_loss(trainer, source, requested), *not_counted] if forecast else []
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     stepped = step is not None and not any(text.startswith("step:") for text in skipped)
     checked += ["outside", "wrappers", *(["step"] if stepped else []), *(["round_trip"] if round_trip else [])]

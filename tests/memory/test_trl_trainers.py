@@ -129,6 +129,35 @@ def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
     assert report(trl.SFTTrainer, label_smoother=print).forecast.workload == smoothed
     assert not report(trl.RewardTrainer).forecast.workload.fused_lm_head
 
+    class Weighted(trl.SFTTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    assert report(Weighted).forecast.workload.fused_lm_head
+    assert not report(Weighted).skipped
+
+
+def test_a_loss_that_no_forecast_knows_is_said_beside_it(trl: Any) -> None:
+    model, step = get_peft_model(made(), LORA).train(), Workload.train(ROWS, TOKENS)
+
+    class Distilled(trl.SFTTrainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return (model(**inputs).logits - self.teacher(**inputs).logits).square().mean()
+
+    gkd: Any = importlib.import_module("trl.experimental.gkd")
+    for kind, name in ((Distilled, "Distilled"), (gkd.GKDTrainer, "GKDTrainer")):
+        trainer = kind.__new__(kind)
+        copied = copy.deepcopy(model).unload().requires_grad_(requires_grad=False)
+        for teacher in (made().requires_grad_(requires_grad=False), copied):
+            vars(trainer).update({"model": model, "args": None, "optimizer": None, "teacher_model": teacher})
+            report = audit_model(model, step, trainer)
+            assert report.forecast is not None
+            assert not report.forecast.workload.fused_lm_head  # it reads logits
+            assert [text.partition(",")[0] for text in report.skipped] == [
+                f"forecast: what {name}.compute_loss takes: the loss of the model itself is counted"
+            ]
+            assert not {each.code for each in report.findings} & {"SL113", "SL114"}
+
 
 def trainers(trl: Any, folder: Path, adapter: LoraConfig | None, **said: Any) -> dict[str, Any]:
     """Return a trainer of each of trl's kinds that need no sampling, with an evaluation between its steps."""
@@ -210,6 +239,9 @@ def test_a_loss_of_pairs_takes_what_trls_trainer_does(
 
     traced = above_start(trace_step(made(), step.replace(optimizer="none")), "forward", "backward")
     assert traced - held == pytest.approx(peak_above_start(run), abs=256)  # numbers of its metrics
+    audited = audit_model(trainer.model, Workload.train(2 * ROWS, TOKENS), trainer).forecast
+    assert audited is not None
+    assert audited.workload == step.replace(adapter=None, model_init_kwargs=None)
 
 
 def test_the_reentry_that_trl_asks_for_under_zero_3_is_forecast_without(trl: Any, tmp_path: Path) -> None:

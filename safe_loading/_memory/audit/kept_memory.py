@@ -17,7 +17,8 @@ _COMPARED = 4  # weights
 _BEGINNING = 2**16  # elements of each
 _DEEPEST = 3  # containers inside one another
 _TARGETS = ("ref", "old", "teacher", "target", "frozen")  # what words in the names of such models begin with
-_TEACHERS = frozenset({"teacher", "teachers", "ref", "reference", "frozen"})
+_OTHERS = frozenset({"teacher", "teachers"})  # which are models of their own, of the same class perhaps
+_TEACHERS = _OTHERS | {"ref", "reference", "frozen"}
 _AVERAGES = frozenset({"ema", "averagedmodel", "momentum", "average", "averaged"})
 
 
@@ -45,13 +46,16 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
 def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for each other model that has the base's weights in storages of its own, beside an adapter.
 
-    Where the base itself is trained a reference and an average have to be copies.
+    Where the base itself is trained a reference and an average have to be copies. What is named a teacher is another
+    model, for which no adapter that is disabled stands in.
     """
     if audited.base is None or audited.adapted is None:
         return
     own = {p.untyped_storage()._cdata for p in audited.inner.parameters()}
     trained = sum(p.requires_grad for p in audited.model.parameters())
     for where, other in audited.others():
+        if _words(where) & _OTHERS and not is_average(where, other):
+            continue
         # a reference made by sharing the base's tensors, with a new head perhaps, is no copy
         separate = [p for p in other.parameters() if p.untyped_storage()._cdata not in own]
         if size_of(separate) > size_of(other.parameters()) // 2 and _is_copy(other, audited.base):
@@ -90,13 +94,17 @@ def is_target(name: str) -> bool:
 
 def is_average(where: str, model: torch.nn.Module) -> bool:
     """Whether a model is the moving average of another one, which code updates and no optimizer."""
-    words = {*where.lower().replace(".", "_").split("_"), type(model).__name__.lower()}
+    words = _words(where) | {type(model).__name__.lower()}
     return hasattr(model, "update_parameters") or bool(words & _AVERAGES)
 
 
 def is_teacher(where: str) -> bool:
     """Whether the name of a part of a wrapper says that the model beside it learns from it, and it learns nothing."""
-    return bool(_TEACHERS.intersection(where.lower().replace(".", "_").split("_")))
+    return bool(_words(where) & _TEACHERS)
+
+
+def _words(where: str) -> set[str]:
+    return {*where.lower().replace(".", "_").split("_")}
 
 
 def _is_copy(other: torch.nn.Module, base: torch.nn.Module) -> bool:

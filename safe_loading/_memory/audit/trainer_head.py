@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from safe_loading._core.training_args import asks_for_liger, asks_for_ligers_head, is_padding_free, samples_of
+from safe_loading._core.training_args import (
+    asks_for_liger,
+    asks_for_ligers_head,
+    is_known_trainer,
+    is_padding_free,
+    pair_loss_of,
+    samples_of,
+)
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.liger_lm_head import is_patched
 from safe_loading._model.peft_layers import base_of
@@ -17,6 +25,11 @@ _LEFT_OUT = "forecast: use_liger_kernel=True of the trainer: Liger's kernels, wh
 _TAKEN = (
     "forecast: use_liger_kernel=True of the trainer: Liger's fused cross entropy is assumed, which its version 0.8 "
     "puts into a {}. Its other kernels, which take less, are not counted."
+)
+
+_OWN_LOSS = (
+    "forecast: what {}.compute_loss takes: the loss of the model itself is counted, and no model that runs beside it, "
+    "such as a teacher."
 )
 
 
@@ -32,6 +45,9 @@ def with_head_of(trainer: Any, model: Any, workload: Workload | None) -> Workloa
         return workload.replace(label_smoothing=True, fused_lm_head=_is_fused(trainer))
     if not takes or own_loss:
         return workload
+    pairs = pair_loss_of(_arguments(trainer))
+    if pairs is not None:
+        return workload.replace(pair_loss=pairs)
     if _is_fused(trainer):
         return workload.replace(
             fused_lm_head=True, **samples_of(getattr(trainer, "args", None), workload.sequence_length)
@@ -58,16 +74,34 @@ def _smoothes(trainer: Any) -> bool:
 
 
 def _is_fused(trainer: Any) -> bool:
-    """Whether the module of one of the trainer's classes, of trl, gives the model its fused head."""
-    of_trl = [kind.__module__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
-    return any(hasattr(sys.modules.get(name), "add_fused_lm_head") for name in of_trl)
+    """Whether the module of the class of trl that computes the trainer's loss gives the model its fused head."""
+    computing = _computing(trainer)
+    of_trl = computing is not None and computing.__module__.partition(".")[0] == "trl"
+    return of_trl and hasattr(sys.modules.get(computing.__module__), "add_fused_lm_head")
 
 
-def about_liger(trainer: Any, model: Any, workload: Workload | None) -> list[str]:
-    """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
-    if workload is None or not asks_for_liger(_arguments(trainer)):
+def _computing(trainer: Any) -> type | None:
+    """Return the class that computes a trainer's loss: one of trl's, or one that leaves it to no other."""
+    for kind in type(trainer).__mro__:
+        compute = vars(kind).get("compute_loss")
+        code = getattr(inspect.unwrap(compute), "__code__", None) if compute is not None else None
+        # SFTTrainer calls super() for sequence parallelism alone
+        if code is not None and (kind.__module__.startswith("trl.") or "__class__" not in code.co_freevars):
+            return kind
+    return None
+
+
+def about_loss(trainer: Any, model: Any, workload: Workload | None) -> list[str]:
+    """Return sentences for a forecast: about a loss that only the trainer knows, and about Liger's kernels."""
+    if workload is None:
         return []
-    return [_TAKEN.format(type(base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
+    computing = _computing(trainer)
+    said = []
+    if workload.kind == "train" and computing is not None and not is_known_trainer(computing):
+        said.append(_OWN_LOSS.format(computing.__name__))
+    if not asks_for_liger(_arguments(trainer)):
+        return said
+    return [*said, _TAKEN.format(type(base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
 
 
 def _arguments(trainer: object) -> object:
