@@ -11,6 +11,7 @@ import torch
 from engines import skip_unless_transformers_takes_peft
 from models import SIZES, save_adapter, save_llama
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     BitsAndBytesConfig,
@@ -21,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 from wrapped_models import Count, Plain, llama, lora, peft_llama
 
@@ -318,6 +321,29 @@ def test_what_a_trainer_loses_is_lost_in_training(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "saved"))
     again = loose(PeftModel.from_pretrained(llama(), str(tmp_path / "saved"), is_trainable=True))
     assert not torch.equal(again.get_base_model().model.norm.weight, model.get_base_model().model.norm.weight)
+
+
+def test_a_checkpoint_with_published_names_is_resumed_from_its_own_model(tmp_path: Path) -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = ViTConfig(**sizes, num_attention_heads=4, image_size=8, patch_size=4)
+    model, checkpoint = ViTForImageClassification(config), tmp_path / "checkpoint"
+    trainer = trainer_of(model, tmp_path / "run")
+    trainer.save_model(str(checkpoint))
+    if load_file(checkpoint / "model.safetensors").keys() == model.state_dict().keys():
+        pytest.skip("this transformers saves a ViT under the names of its modules")
+    found = lost(model, trainer)
+    assert found is not None
+    assert found.fix.startswith(
+        "resume with the model of the checkpoint: from_pretrained(checkpoint) for a new Trainer"
+    )
+    for again, equal in (
+        (ViTForImageClassification(config), False),
+        (ViTForImageClassification.from_pretrained(checkpoint), True),
+    ):
+        resumed = trainer_of(again, tmp_path / "again")
+        resumed._load_from_checkpoint(str(checkpoint))
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items()) == equal
+    assert lost(model) is None
 
 
 def test_where_there_is_no_round_trip_the_report_says_why() -> None:

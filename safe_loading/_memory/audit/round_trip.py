@@ -20,7 +20,7 @@ from safe_loading._core.interrupts import undone
 from safe_loading._core.log import quiet, without_records
 from safe_loading._core.names import first_names
 from safe_loading._core.progress import engine_bars
-from safe_loading._core.report import Finding, counted
+from safe_loading._core.report import Finding, Severity, counted
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import own_generators
@@ -46,6 +46,11 @@ _FIXES = {
     "unread": (
         "have save_pretrained write them: _keys_to_ignore_on_save, _tied_weights_keys and an overridden state_dict() "
         "leave names out, and load_state_dict() of a Trainer is not strict."
+    ),
+    "renamed": (
+        "resume with the model of the checkpoint: from_pretrained(checkpoint) for a new Trainer, and then its "
+        "train(resume_from_checkpoint=checkpoint); with load_best_model_at_end=True load the best one so, too. The "
+        "file has the names that are published, and Trainer (of transformers 5.23) reads those of the modules."
     ),
     "rounded": "keep one dtype in the model, model.to(dtype), or load with from_pretrained(..., dtype=torch.float32).",
     "changed": (
@@ -101,8 +106,11 @@ def check_round_trip(audited: AuditedModel, skipped: list[str]) -> Iterator[Find
             lost = {name: why for name, why in found.items() if name not in told}
             told |= set(lost)
             if lost:
-                sizes = size_of(expected[name] for name in lost)
-                yield _finding(road, lost, len(trained), sizes, of_adapter=audited.adapted is not None)
+                missing = {name: expected[name] for name in lost}
+                adapted = audited.adapted is not None
+                renamed = road.of_trainer and not adapted and _has(folder, audited.inner, missing)
+                fix = _fix_of(lost, of_adapter=adapted, renamed=renamed)
+                yield _finding(road, lost, len(trained), size_of(missing.values()), fix)
 
 
 def _is_prompt(audited: AuditedModel) -> bool:
@@ -236,14 +244,29 @@ def _failed(road: Road, trained: Mapping[str, torch.nn.Parameter], error: Except
     return Finding("SL132", "error", first_names(trained), message, fix, size_of(trained.values()))
 
 
-def _finding(road: Road, lost: Mapping[str, str], of: int, size: int, *, of_adapter: bool) -> Finding:
+def _finding(road: Road, lost: Mapping[str, str], of: int, size: int, fix: str) -> Finding:
     by_reason = by_value(lost)
     told = "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
-    kinds = {_kind(why) for why in by_reason}
-    kind = next(kind for kind in ("unread", "changed", "rounded") if kind in kinds)
-    fix = _FIXES[f"{kind} of an adapter" if kind == "unread" and of_adapter else kind]
     message = f"{len(lost)} of {counted(of, 'trained tensor')} do not come back by {road.named}: {told}."
-    return Finding("SL132", "warning" if kinds == {"rounded"} else "error", first_names(lost), message, fix, size)
+    severity: Severity = "warning" if {_kind(why) for why in by_reason} == {"rounded"} else "error"
+    return Finding("SL132", severity, first_names(lost), message, fix, size)
+
+
+def _fix_of(lost: Mapping[str, str], *, of_adapter: bool, renamed: bool) -> str:
+    kinds = {_kind(why) for why in lost.values()}
+    kind: str = next(kind for kind in ("unread", "changed", "rounded") if kind in kinds)
+    if kind == "unread":
+        kind = "unread of an adapter" if of_adapter else "renamed" if renamed else kind
+    return _FIXES[kind]
+
+
+def _has(folder: str, model: torch.nn.Module, expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether ``from_pretrained`` reads some tensors from a trainer's checkpoint, whose own load does not find them."""
+    try:
+        read = _built_anew(model, folder) if isinstance(model, PreTrainedModel) else {}
+    except Exception:  # of a class that builds itself in another way
+        return False
+    return all(_difference(value, read.get(name)) is None for name, value in expected.items())
 
 
 def _kind(why: str) -> str:
