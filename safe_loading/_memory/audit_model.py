@@ -59,6 +59,7 @@ from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
 from .trace.attached_adapter import attach_without_values
+from .trace.inputs import require_tensors
 from .trace.read_adapter import read_adapter, with_read_adapter
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
@@ -152,6 +153,7 @@ def audit_model(
         TraceError: The workload's adapter is of a method that no trace can follow; in a model that is SL126.
     """
     _refuse(model, workload, optimizer, quantization_config)
+    require_tensors(inputs)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
     workload = None if workload is None else with_read_adapter(workload)
     if workload and workload.kind == "train" and workload.reference is None:

@@ -37,7 +37,7 @@ from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.evaluation import NOTE as EVALUATION_NOTE
 from .trace.fused_lm_head import LABELS_NOTE
-from .trace.inputs import engine_base
+from .trace.inputs import engine_base, require_tensors
 from .trace.liger_lm_head import about_head
 from .trace.over_ranks import RankOfJob, ranks_alike, refuse_reference_over_ranks
 from .trace.pass_between import with_pass
@@ -203,11 +203,7 @@ def _check_inputs_and_loading(
 ) -> None:
     if context_bytes is not None:
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
-    given = {} if inputs is None else inputs
-    if not isinstance(given, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
-        raise ArgumentError(
-            "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
-        )
+    require_tensors(inputs)
     if loaded_by not in ("to", "device_map"):
         raise ArgumentError(f'loaded_by={loaded_by!r:.80}: pass "to" or "device_map".')
 

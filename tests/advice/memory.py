@@ -211,7 +211,6 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/predict_memory.py": {
         "pass a number, or let fewest_ranks": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
         "Pass it as it is before it is sharded": "memory/test_forecast_spread.py::test_the_forecast_of_a_job",
-        "pass tensors by argument name": _CALL,
         'pass "to" or "device_map"': _CALL,
         "pass a Spread": _CALL,
     },
@@ -224,6 +223,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave one of the two out": _PACKED,
         "leave it out": _PACKED,
         "Pass the tokens": _CALL,
+        "pass tensors by argument name": _CALL,
         "Pass them, for example inputs={'input_features'": _PASSED,
         "Pass them, for example inputs={'pixel_values'": _PASSED,
     },

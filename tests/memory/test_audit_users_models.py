@@ -19,6 +19,7 @@ from tiny_models import tiny_config
 from torch import nn
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertModel,
     BitsAndBytesConfig,
@@ -333,6 +334,9 @@ def test_a_part_that_the_first_output_does_not_need() -> None:
     found = codes(BertModel(BertConfig(**sizes, num_hidden_layers=1)), STEP)["SL121"]
     assert found.where == "pooler.dense.bias, pooler.dense.weight"
     assert "by the mean of the first output, for it takes no labels" in found.message
+    answers = BertForQuestionAnswering(BertConfig(**sizes, num_hidden_layers=1))  # start_positions, and no labels
+    answers.qa_outputs.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    assert "mean of the first output" not in codes(answers, STEP)["SL121"].message
     assert "SL121" not in codes(BertModel(BertConfig(**sizes, num_hidden_layers=1), add_pooling_layer=False), STEP)
 
 

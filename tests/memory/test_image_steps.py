@@ -14,7 +14,7 @@ from allocator_truth import above_start, generation
 from image_batches import ROWS, image_batch
 from tiny_models import image_text_classes, skip_unless_buildable, tiny_config
 
-from safe_loading import TraceError, Workload
+from safe_loading import ArgumentError, TraceError, Workload, audit_model
 from safe_loading._memory.trace.trace_step import trace_step
 
 # Their tiny models do not run with images for real either: they take none, or need what no batch here has.
@@ -105,3 +105,21 @@ def test_images_that_are_padding_are_seen_in_pixels_and_else_assumed_away() -> N
     assert assumed.devices[0].peak_bytes == whole.devices[0].peak_bytes
     assert whole.assumptions == ()
     assert any("not 0" in said for said in assumed.assumptions)
+
+
+def test_a_step_of_pictures_and_their_texts() -> None:
+    """As of transformers' run_clip.py, whose collator asks for the loss."""
+    vision = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "num_attention_heads": 2, "hidden_size": 32}
+    text = {"num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 2, "hidden_size": 32}
+    model: Any = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).train()
+    batch = {"input_ids": torch.full((ROWS, 8), 5), "pixel_values": torch.zeros(ROWS, 3, 32, 32)}
+    step = Workload.train(ROWS, 8, optimizer="none")
+    with pytest.raises(ArgumentError, match=r"return_loss is a bool; .* leave return_loss out, which a step sets"):
+        audit_model(model, step, inputs={**batch, "return_loss": True})  # type: ignore[dict-item]  # is the test
+    assert not [found for found in audit_model(model, step, inputs=batch).findings if found.severity != "info"]
+    trace = trace_step(model, step, inputs=batch)
+
+    def run() -> None:
+        model(**{name: tensor.clone() for name, tensor in batch.items()}, return_loss=True).loss.backward()
+
+    assert above_start(trace, "forward", "backward") == pytest.approx(peak_above_start(run), abs=256)  # numbers

@@ -15,7 +15,7 @@ from safe_loading._core.report import Finding, Severity, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.forecast.idle_parts import idle_modules
 from safe_loading._memory.trace.forward_pass import NOTHING_TRAINED
-from safe_loading._memory.trace.inputs import forward_arguments
+from safe_loading._memory.trace.inputs import forward_arguments, takes_targets
 from safe_loading._memory.trace.records import Allocation, StepTrace
 from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS, PICTURES_AND_SOUNDS
 from safe_loading.errors import TraceError
@@ -172,7 +172,7 @@ def _check_gradients(step: TracedStep) -> Iterator[Finding]:
 
 def _by_loss(model: torch.nn.Module) -> str:
     """Return in words by which loss a model was trained that has none of its own."""
-    return "" if "labels" in forward_arguments(model) else ", by the mean of the first output, for it takes no labels"
+    return "" if takes_targets(model) else ", by the mean of the first output, for it takes no labels"
 
 
 def _without_pictures(step: TracedStep, names: Collection[str]) -> set[str]:

@@ -139,6 +139,23 @@ def engine_base(model: torch.nn.Module) -> Any:
     return base_of(engine_model(model))
 
 
+def takes_targets(model: torch.nn.Module) -> bool:
+    """Whether a model's forward takes what its own loss compares with."""
+    return not forward_arguments(model).keys().isdisjoint(("labels", "return_loss", *_TARGETS_OF_ROWS))
+
+
+def require_tensors(inputs: object) -> None:
+    """Refuse inputs that are no tensors by the names of a model's arguments."""
+    given = {} if inputs is None else inputs
+    named = given.items() if isinstance(given, Mapping) else [("the whole", given)]
+    wrong = [f"{name} is a {type(value).__name__}" for name, value in named if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise ArgumentError(
+            f"inputs: {', '.join(wrong)}; pass tensors by argument name, such as {{'pixel_values': torch.empty(4, 3, "
+            f"336, 336)}}, and leave return_loss out, which a step sets."
+        )
+
+
 def starts_anew(inputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether positions begin again within a row, as where several texts are packed into one."""
     positions = inputs.get("position_ids")
@@ -337,11 +354,12 @@ class StepInputs:
         """Return the arguments that the loss compares with, but those that the user passes."""
         shape = self._token_shape(rows, columns)
         wanted = [name for name in ("labels", *_TARGETS_OF_ROWS) if name in self.names]
-        return {
+        made: dict[str, Any] = {
             name: self._labels(shape, columns) if name == "labels" else self.tokens(shape[0])
             for name in wanted
             if name not in self._user_inputs
         }
+        return made | ({"return_loss": True} if "return_loss" in self.names else {})  # of pictures and their texts
 
     def _labels(self, shape: tuple[int, ...], columns: int) -> torch.Tensor:
         """Return the labels: one a row for classifiers of whole inputs, else one a token."""
