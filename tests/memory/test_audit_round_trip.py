@@ -285,14 +285,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], bool, str, str, Callable[[Any], Any
         lambda: with_head(OnlyTrained),
         True,
         "AttributeError: 'OnlyTrained' object has no attribute '_keys_to_ignore_on_save'",
-        "end what it names before training",
+        "end what it names before training: the checkpoint is written, and fails when it is loaded.",
         unignored,
     ),
     "one layer under two names": (
         aliased,
         False,
         "contained shared tensors",
-        "end what it names before training",
+        "end what it names before training: the first checkpoint fails in the same way.",
         unaliased,
     ),
 }

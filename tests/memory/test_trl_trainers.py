@@ -20,6 +20,7 @@ from transformers import (
     LlamaForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
 )
 
 from safe_loading import ArgumentError, Spread, TraceError, Workload, audit_model, plan_device_map, predict_memory
@@ -143,6 +144,15 @@ def test_a_loss_that_no_forecast_knows_is_said_beside_it(trl: Any) -> None:
     class Distilled(trl.SFTTrainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return (model(**inputs).logits - self.teacher(**inputs).logits).square().mean()
+
+    class Returned(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    for teacher, said in ((None, 0), (made().requires_grad_(requires_grad=False), 1)):
+        own: Any = Returned.__new__(Returned)
+        vars(own).update({"model": model, "args": None, "optimizer": None, "teacher": teacher})
+        assert len(audit_model(model, step, own).skipped) == said
 
     gkd: Any = importlib.import_module("trl.experimental.gkd")
     for kind, name in ((Distilled, "Distilled"), (gkd.GKDTrainer, "GKDTrainer")):

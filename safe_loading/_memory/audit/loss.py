@@ -126,7 +126,7 @@ def _divided_elsewhere(trainer: object) -> bool:
     return (
         any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
         or getattr(trainer, "loss_is_scaled_for_ga", None) is False
-        or (hasattr(trainer, "compute_loss") and not _reads_loss(type(trainer)))
+        or (hasattr(trainer, "compute_loss") and not reads_loss(type(trainer)))
     )
 
 
@@ -213,7 +213,7 @@ def check_unread_loss(audited: AuditedModel) -> Iterator[Finding]:
     """
     trainer_class = type(audited.trainer)
     mixins = [mixin for mixin in mixins_of(type(audited.inner)) if _mentions(mixin.__call__, mixin, set())]
-    if mixins and hasattr(trainer_class, "compute_loss") and not _reads_loss(trainer_class):
+    if mixins and hasattr(trainer_class, "compute_loss") and not reads_loss(trainer_class):
         yield Finding(
             "SL125",
             "error",
@@ -225,7 +225,7 @@ def check_unread_loss(audited: AuditedModel) -> Iterator[Finding]:
         )
 
 
-def _reads_loss(trainer: type) -> bool:
+def reads_loss(trainer: type) -> bool:
     """Whether ``compute_loss`` of a class of trainers reads the loss of an output, itself or through ``super()``."""
     for cls in trainer.__mro__:
         compute = vars(cls).get("compute_loss")

@@ -39,6 +39,7 @@ _PROMPT = (
 )
 _FIXES = {
     "failed": "end what it names before training: the first checkpoint fails in the same way.",
+    "failed to load": "end what it names before training: the checkpoint is written, and fails when it is loaded.",
     "failed of an integrated adapter": (
         "use get_peft_model(model, config) in the place of model.add_adapter(config): a Trainer resumes a PeftModel."
     ),
@@ -101,7 +102,9 @@ def check_round_trip(audited: AuditedModel, skipped: list[str]) -> Iterator[Find
                 skipped.append(f"round trip: {_PROMPT}")
                 return
             if isinstance(found, Exception):
-                yield _failed(road, trained, found, integrated=is_integrated(audited.inner))
+                written = any(Path(folder).rglob("*.safetensors"))
+                kind = " of an integrated adapter" if is_integrated(audited.inner) else " to load" if written else ""
+                yield _failed(road, trained, found, _FIXES[f"failed{kind}"])
                 return
             lost = {name: why for name, why in found.items() if name not in told}
             told |= set(lost)
@@ -237,10 +240,9 @@ def _difference(saved: torch.Tensor, loaded: torch.Tensor | None) -> str | None:
     return "other values"
 
 
-def _failed(road: Road, trained: Mapping[str, torch.nn.Parameter], error: Exception, *, integrated: bool) -> Finding:
+def _failed(road: Road, trained: Mapping[str, torch.nn.Parameter], error: Exception, fix: str) -> Finding:
     told = f"{type(error).__name__}: {str(error).strip()[:_LONGEST_ERROR]}"
     message = f"{counted(len(trained), 'trained tensor')} cannot be saved and loaded again by {road.named}: {told}"
-    fix = _FIXES["failed of an integrated adapter" if integrated else "failed"]
     return Finding("SL132", "error", first_names(trained), message, fix, size_of(trained.values()))
 
 

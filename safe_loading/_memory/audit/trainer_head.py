@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from peft import PeftModel
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from safe_loading._core.training_args import (
@@ -20,6 +21,8 @@ from safe_loading._core.training_args import (
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.liger_lm_head import is_patched
 from safe_loading._model.peft_layers import base_of
+
+from .loss import reads_loss
 
 _LEFT_OUT = "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted."
 _TAKEN = (
@@ -97,11 +100,23 @@ def about_loss(trainer: Any, model: Any, workload: Workload | None) -> list[str]
         return []
     computing = _computing(trainer)
     said = []
-    if workload.kind == "train" and computing is not None and not is_known_trainer(computing):
+    if workload.kind == "train" and computing is not None and _adds_to_loss(trainer, computing):
         said.append(_OWN_LOSS.format(computing.__name__))
     if not asks_for_liger(_arguments(trainer)):
         return said
     return [*said, _TAKEN.format(type(base_of(model)).__name__) if workload.fused_lm_head == "liger" else _LEFT_OUT]
+
+
+def _adds_to_loss(trainer: Any, computing: type) -> bool:
+    """Whether a trainer's class computes a loss that is not known, or runs a model beside the one that it trains."""
+    if is_known_trainer(computing):
+        return False
+    if not reads_loss(type(trainer)):
+        return True
+    own = [value for name in ("model", "model_wrapped") if isinstance(value := getattr(trainer, name, None), Module)]
+    within = {module for model in own for module in model.modules()}
+    held = [value for value in vars(trainer).values() if isinstance(value, Module) and value not in within]
+    return any(True for module in held for _ in module.parameters())
 
 
 def _arguments(trainer: object) -> object:
