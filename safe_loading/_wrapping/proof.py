@@ -8,6 +8,7 @@ read a parameter or a buffer of the model returns a fake tensor instead.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +83,7 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, obje
         for mode in ("train", "eval"):
             for module in root.modules():  # not by train() and eval(), which the model's author may have overridden
                 module.training = mode == "train"
-            proofs.append(_attempt(mode, root, model, lambda: root(**_example(root, example))))
+            proofs.append(_attempt(mode, root, model, lambda: _call(root, example)))
         if _can_generate(root):
             proofs.append(_prove_generate(root, model, example))
         return tuple(proofs)
@@ -177,6 +178,13 @@ def _prove_generate(root: Any, model: nn.Module, example: Mapping[str, object] |
         return CallProof("generate", None, "the model is sharded, so a call would wait for the other ranks")
     inputs = {name: value for name, value in _example(root, example).items() if name != "labels"}
     return _attempt("generate", root, model, lambda: root.generate(**inputs, max_new_tokens=1, pad_token_id=0))
+
+
+def _call(root: nn.Module, example: Mapping[str, object] | None) -> object:
+    """Call a module with an example, as a whole where its first argument is a dict of features."""
+    given, takes = _example(root, example), [*inspect.signature(root.forward).parameters.values()]
+    as_dict = bool(takes) and takes[0].name not in given and "dict" in str(takes[0].annotation).lower()
+    return root(given) if as_dict else root(**given)
 
 
 def _example(root: nn.Module, example: Mapping[str, object] | None) -> dict[str, object]:

@@ -15,6 +15,7 @@ from .heads import free_name
 from .routing import generating_base
 
 _KNOWN = (PreTrainedModel, PeftModel, PeftMixedModel)
+_LIBRARIES_OF_WRAPPERS = ("sentence_transformers",)  # whose own trainers take such a module for the model
 # Attributes by which trainers and peft decide whether they can save memory.
 _MEMORY_ATTRIBUTES = (
     "config",
@@ -110,6 +111,8 @@ def check_order(model: nn.Module, mixin: str) -> None:
             f"    model = wrap_transparent(model.{_ENGINE_WRAPPERS[kind]}, {mixin})\n"
             f"    model = {'torch.compile' if kind == 'OptimizedModule' else kind}(model)"
         )
+    if type(model).__module__.partition(".")[0] in _LIBRARIES_OF_WRAPPERS:
+        return  # it calls the forward of the model inside, past any code around that
     wrapper = next(find_wrappers(model), None)
     if wrapper is not None and not wrapper.several:
         raise WrapError(_message(wrapper, mixin))

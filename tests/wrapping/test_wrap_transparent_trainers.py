@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import tokenizer
+from models import SIZES, tokenizer
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaModel, Trainer, TrainerCallback, TrainingArguments
 from wrapped_models import Count, llama, peft_llama
 
-from safe_loading import Transparent, audit_model, unwrap_transparent, wrap_transparent
+from safe_loading import Transparent, WrapError, audit_model, unwrap_transparent, wrap_transparent
 
 STEPS = 2
 ROWS = [list(range(3, 3 + length)) for length in (5, 9, 14, 3, 11, 7, 12, 4, 6, 13, 8, 10, 5, 9, 3, 14)]
@@ -207,3 +207,44 @@ def test_a_trainer_that_makes_its_own_loss_is_told_of(
             if wrapped:
                 unwrap_transparent(trainer.model)
         assert (losses[0] == losses[1]) is told
+
+
+class Tokens(nn.Module):
+    """As sentence-transformers 6 calls a model: by its forward, with the entries of one dict."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: dict[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]:
+        method = getattr(self.model, "forward")  # noqa: B009  # by the name of a config, as there
+        return {**features, "embeddings": method(**features, **kwargs, return_dict=True).last_hidden_state}
+
+
+class Pipeline(nn.Sequential):
+    """As its SentenceTransformer."""
+
+    def forward(self, input: dict[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]  # noqa: A002
+        for part in self:
+            input = part(input, **kwargs)  # noqa: A001
+        return input
+
+
+class Halved(Transparent):
+    """Code around a pipeline that makes embeddings."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().__call__(*args, **kwargs)
+        return {**found, "embeddings": found["embeddings"] / 2}
+
+
+def test_code_that_a_library_of_embeddings_goes_past_is_refused_and_goes_around_its_whole_model() -> None:
+    made: Any = types.new_class("SentenceTransformer", (Pipeline,))
+    made.__module__ = "sentence_transformers.sentence_transformer.model"
+    pipeline = made(Tokens(LlamaModel(LlamaConfig(**SIZES)))).eval()
+    with pytest.raises(WrapError, match="calls the forward of LlamaModel, which bypasses __call__"):
+        wrap_transparent(pipeline[0].model, Halved, within=pipeline)
+    features = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    before = pipeline(features)["embeddings"]
+    assert all(proof.runs for proof in wrap_transparent(pipeline, Halved).wrap_report.proofs)
+    assert torch.equal(pipeline(features)["embeddings"], before / 2)
