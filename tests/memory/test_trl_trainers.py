@@ -134,6 +134,9 @@ def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return 2 * super().compute_loss(*args, **kwargs)
 
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self.compute_loss(*args, **kwargs)
+
     assert report(Weighted).forecast.workload.fused_lm_head
     assert not report(Weighted).skipped
 
@@ -155,7 +158,9 @@ def test_a_loss_that_no_forecast_knows_is_said_beside_it(trl: Any) -> None:
         assert len(audit_model(model, step, own).skipped) == said
 
     gkd: Any = importlib.import_module("trl.experimental.gkd")
-    for kind, name in ((Distilled, "Distilled"), (gkd.GKDTrainer, "GKDTrainer")):
+    online: Any = importlib.import_module("trl.experimental.online_dpo")  # which has a training_step of its own
+    kinds = (Distilled, "Distilled"), (gkd.GKDTrainer, "GKDTrainer"), (online.OnlineDPOTrainer, "OnlineDPOTrainer")
+    for kind, name in kinds:
         trainer = kind.__new__(kind)
         copied = copy.deepcopy(model).unload().requires_grad_(requires_grad=False)
         for teacher in (made().requires_grad_(requires_grad=False), copied):
@@ -164,7 +169,7 @@ def test_a_loss_that_no_forecast_knows_is_said_beside_it(trl: Any) -> None:
             assert report.forecast is not None
             assert not report.forecast.workload.fused_lm_head  # it reads logits
             assert [text.partition(",")[0] for text in report.skipped] == [
-                f"forecast: what {name}.compute_loss takes: the loss of the model itself is counted"
+                f"forecast: what the loss of {name} takes: that of the model itself is counted"
             ]
             assert not {each.code for each in report.findings} & {"SL113", "SL114"}
 

@@ -29,9 +29,8 @@ _TAKEN = (
     "forecast: use_liger_kernel=True of the trainer: Liger's fused cross entropy is assumed, which its version 0.8 "
     "puts into a {}. Its other kernels, which take less, are not counted."
 )
-
 _OWN_LOSS = (
-    "forecast: what {}.compute_loss takes: the loss of the model itself is counted, and no model that runs beside it, "
+    "forecast: what the loss of {} takes: that of the model itself is counted, and no model that runs beside it, "
     "such as a teacher."
 )
 
@@ -86,11 +85,14 @@ def _is_fused(trainer: Any) -> bool:
 def _computing(trainer: Any) -> type | None:
     """Return the class that computes a trainer's loss: one of trl's, or one that leaves it to no other."""
     for kind in type(trainer).__mro__:
-        compute = vars(kind).get("compute_loss")
-        code = getattr(inspect.unwrap(compute), "__code__", None) if compute is not None else None
+        of_trl = kind.__module__.startswith("trl.")
+        methods: list[Any] = [vars(kind).get(name) for name in ("compute_loss", "training_step")]
+        loss, step = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
         # SFTTrainer calls super() for sequence parallelism alone
-        if code is not None and (kind.__module__.startswith("trl.") or "__class__" not in code.co_freevars):
+        if loss is not None and (of_trl or "__class__" not in loss.co_freevars):
             return kind
+        if of_trl and step is not None and "__class__" not in step.co_freevars:
+            return kind  # OnlineDPOTrainer has no other method for it
     return None
 
 
@@ -111,7 +113,7 @@ def _adds_to_loss(trainer: Any, computing: type) -> bool:
     """Whether a trainer's class computes a loss that is not known, or runs a model beside the one that it trains."""
     if is_known_trainer(computing):
         return False
-    if not reads_loss(type(trainer)):
+    if computing.__module__.startswith("trl.") or not reads_loss(type(trainer)):
         return True
     own = [value for name in ("model", "model_wrapped") if isinstance(value := getattr(trainer, name, None), Module)]
     within = {module for model in own for module in model.modules()}
