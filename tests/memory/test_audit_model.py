@@ -430,7 +430,12 @@ def test_what_one_step_shows() -> None:
 
 def test_the_head_with_an_adapter() -> None:
     assert "SL115" not in codes(adapted(target_modules="all-linear"))
-    assert "SL115" in codes(adapted(target_modules=["q_proj", "lm_head"]))
+    assert "tied" not in codes(adapted(target_modules=["q_proj", "lm_head"]))["SL115"].message
+    # as peft's example of additional tokens has it
+    assert "SL115" not in codes(adapted(target_modules=["q_proj", "embed_tokens", "lm_head"]))
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    tied = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    assert "merging it would change the embeddings, which are tied to it" in codes(tied)["SL115"].message
 
 
 def test_parameters_of_a_wrapper_that_nothing_saves() -> None:

@@ -162,16 +162,19 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when the output layer has an adapter."""
     if audited.peft is None or audited.base is None:
         return
-    head = embeddings_and_head_of(audited.base).head
+    ends = embeddings_and_head_of(audited.base)
+    embeddings, head = ends
     if head is None or not issubclass(type(head), BaseTunerLayer):  # a mixin, which no Module is for type checkers
         return
     if getattr(head, "tied_adapter", None) is not None:  # the tokens of the embeddings, which peft gives to both
         return
+    tied = ends.weights[0] is ends.weights[1]
+    if issubclass(type(embeddings), BaseTunerLayer) and not tied:
+        return  # both were named, for tokens that were added
     name = next((n for n, module in audited.base.named_modules() if module is head), "lm_head")
     own = [p for n, p in head.named_parameters() if "base_layer" not in n]
-    message = (
-        f"{name} has an adapter like any other linear layer: the gradient of the logits is kept for it, and merging "
-        f"it would change tied embeddings too."
+    message = f"{name} has an adapter like any other linear layer: the gradient of the logits is kept for it" + (
+        ", and merging it would change the embeddings, which are tied to it." if tied else "."
     )
     fix = "use target_modules='all-linear', which leaves it out, or name the layers, or add it to exclude_modules."
     yield Finding("SL115", "warning", name, message, fix, size_of(own))
