@@ -152,8 +152,7 @@ def audit_model(
         ArgumentError: No model can be built from what is there.
         TraceError: The workload's adapter is of a method that no trace can follow; in a model that is SL126.
     """
-    _refuse(model, workload, optimizer, quantization_config)
-    require_tensors(inputs)
+    _refuse(model, workload, optimizer, quantization_config, inputs)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
     workload = None if workload is None else with_read_adapter(workload)
     if workload and workload.kind == "train" and workload.reference is None:
@@ -207,8 +206,9 @@ def _round_trip(audited: AuditedModel, skipped: list[str]) -> list[Finding]:
     return [*findings, *base_values.check_base_values(audited, skipped)]
 
 
-def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:
+def _refuse(model: object, workload: object, optimizer: object, quantization_config: object, inputs: object) -> None:
     """Raise for an argument that is none of the things it may be."""
+    require_tensors(inputs)
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if workload is not None:
         require_workload(workload, "Workload.train(4, 1024)").require_sizes()

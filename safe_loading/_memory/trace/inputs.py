@@ -140,7 +140,7 @@ def engine_base(model: torch.nn.Module) -> Any:
 
 
 def takes_targets(model: torch.nn.Module) -> bool:
-    """Whether a model's forward takes what its own loss compares with."""
+    """Whether a model's forward takes labels, of any name, for a loss of its own."""
     return not forward_arguments(model).keys().isdisjoint(("labels", "return_loss", *_TARGETS_OF_ROWS))
 
 
