@@ -1,4 +1,4 @@
-"""The rows of what adapters replace: the vocabulary of their embeddings, and the labels of their heads."""
+"""Rows that adapters bring with the weights they replace: the vocabulary of embeddings, and the labels of heads."""
 
 from __future__ import annotations
 

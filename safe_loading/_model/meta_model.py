@@ -32,7 +32,7 @@ from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
 from .tensors import inventory, tensor_places
-from .weights_dtype import checked_by_size, find_weights_dtype
+from .weights_dtype import built_with, find_weights_dtype
 from .zero3 import made_whole
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
@@ -119,16 +119,9 @@ def meta_model(
     with building(config, model_class, folder):
         found = find_weights_dtype(dtype, config, opened)
         build = functools.partial(
-            build_on_meta,
-            model_class,
-            config,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
+            build_on_meta, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
-        built = build(found.dtype)
-        made_dtype, assumed, _ = checked_by_size(found, built)
-        if made_dtype != found.dtype:
-            built = build(made_dtype)
+        built, (made_dtype, assumed, _) = built_with(found, lambda made: build(model_class, config, made))
     guessed = class_assumed(config, built, trust_remote_code=trust_remote_code) if auto_class is None else None
     ignored = None if opened is None else ignored_sizes(opened.path, opened.config, config)
     for note in filter(None, (assumed, ignored, guessed if folder is not None else None)):

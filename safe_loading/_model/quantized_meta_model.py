@@ -26,7 +26,7 @@ from .model_config import ignored_sizes, settle_config
 from .quantized.on_disk import refuse_bad_codes, without_passed_over
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
-from .weights_dtype import checked_by_size, find_weights_dtype
+from .weights_dtype import built_with, find_weights_dtype
 
 QuantizationConfig = Mapping[str, object] | QuantizationConfigMixin | None
 # The entries of its quantization that a folder's headers correct, and the finding about it.
@@ -76,11 +76,7 @@ def quantized_meta_model(
     plain, on_disk = _without_quantization(config, folder)
     request = read_request(on_disk, quantization_config)
     with without_packages():
-        model = meta_model(plain, dtype=weights.dtype, **options)
-        seen = checked_by_size(weights, model)
-        if seen.dtype != weights.dtype:
-            model = meta_model(plain, dtype=seen.dtype, **options)
-        weights = seen
+        model, weights = built_with(weights, lambda made: meta_model(plain, dtype=made, **options))
     if folder is not None or config.name_or_path:
         _train_as_loaded(model)
     ignored = None if folder is None else ignored_sizes(folder.path, folder.config, config)

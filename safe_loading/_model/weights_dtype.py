@@ -8,7 +8,7 @@ torch's default dtype, which is an assumption, and said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,8 +64,19 @@ def find_weights_dtype(
     return WeightsDtype(default, _assumed(default, where), folder)
 
 
-def checked_by_size(found: WeightsDtype, model: torch.nn.Module) -> WeightsDtype:
-    """Return the dtype of the weights of a model; if it was assumed, the one that the bytes of its files show."""
+def built_with(
+    found: WeightsDtype, build: Callable[[torch.dtype], torch.nn.Module]
+) -> tuple[torch.nn.Module, WeightsDtype]:
+    """Return the model that ``build`` makes of a dtype, and the dtype: if it was assumed, the one that its files show.
+
+    How many bytes they have for each parameter is known of a built model only.
+    """
+    model = build(found.dtype)
+    checked = _checked_by_size(found, model)
+    return model if checked.dtype == found.dtype else build(checked.dtype), checked
+
+
+def _checked_by_size(found: WeightsDtype, model: torch.nn.Module) -> WeightsDtype:
     stored = None if found.folder is None else found.folder.bytes_elsewhere
     elements = sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point())
     if found.folder is None or not stored or not elements:

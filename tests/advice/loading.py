@@ -211,7 +211,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "save the adapter again with save_pretrained, or take": _MENDED,
         "load the base yourself, call": f"{_LOADS}test_a_resized_vocabulary_says_how_to_resize",
         "load the base with a head of that many labels": "loading/test_other_heads.py::"
-        "test_the_fix_names_the_number_of_labels_with_which_it_loads",
+        "test_a_number_of_labels_that_the_adapter_contradicts_is_refused_with_the_right_one",
         "add the module to target_modules": _MENDED,
         ", or save the adapter again": _MENDED,
         "load the base, call attach_head": "wrapping/test_attach_head.py::"

@@ -53,6 +53,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_model/layout/ties.py": {
         "set tie_word_embeddings to false": "loading/test_load_advice.py::"
         "test_two_values_of_a_tied_weight_are_one_or_untied",
+        "download the weights": "model/test_ties.py::"
+        "test_a_head_that_an_index_lists_counts_where_the_shards_are_elsewhere",
     },
     "_model/layout/fit.py": {
         "Delete the one that is left over": _SOUND,

@@ -164,8 +164,11 @@ def test_a_head_that_an_index_lists_counts_where_the_shards_are_elsewhere(tmp_pa
     shard = "model-00001-of-00001.safetensors"
     index = {"metadata": {"total_size": stored}, "weight_map": dict.fromkeys(tensors, shard)}
     path.with_name(f"{path.name}.index.json").write_text(json.dumps(index))
-    path.unlink()
+    path.rename(tmp_path / "on the hub")
     plan = plan_device_map(tmp_path, {"cpu": "1GB"})
     assert sum(use.weights for use in plan.devices) == stored
     told = [str(finding) for finding in plan.findings if finding.code == "base-untied"]
     assert ("model.safetensors.index.json lists two weights" in "".join(told)) == both
+    save_file(tensors | ({HEAD: tensors[EMBEDDINGS].clone()} if both else {}), tmp_path / shard)
+    plan = plan_device_map(tmp_path, {"cpu": "1GB"})
+    assert not any(finding.code == "base-untied" for finding in plan.findings)

@@ -350,7 +350,7 @@ class StepInputs:
             batch["input_features"] = self._sound(rows)
         return batch
 
-    def targets(self, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    def targets(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments that the loss compares with, but those that the user passes."""
         shape = self._token_shape(rows, columns)
         wanted = [name for name in ("labels", *_TARGETS_OF_ROWS) if name in self.names]

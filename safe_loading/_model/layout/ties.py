@@ -89,7 +89,7 @@ def pairs_apart(
 
 
 def _listed_apart(model: torch.nn.Module, listed_names: Iterable[str]) -> list[UntiedPair]:
-    """Return the pairs that the class ties and an index lists both: safetensors saves what is tied under one name."""
+    """Return the pairs that the class ties and an index lists both: safetensors saves tied weights under one name."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     shapes = {name: tuple(model.get_parameter(name).shape) for pair in ties.items() for name in pair}
     endings = {_ending(name): shape for name, shape in shapes.items()}
