@@ -28,6 +28,8 @@ def job_of(args: Any, ranks: int | None, hidden_size: int | None, *, adapted: bo
     """Return the kind of the ``Spread`` of a trainer's job, and the arguments that make it."""
     refuse_other(args)
     problems = problems_of_split(args)
+    if (getattr(args, "fsdp_config", None) or {}).get("xla"):
+        problems.append("fsdp_config has xla=True: the FSDP of torch_xla is not forecast: leave it out.")
     if uses_deepspeed(args):
         kind, options = "zero", _zero(args, hidden_size, problems)
     elif (fsdp := _FsdpJob(args)).on:
@@ -161,10 +163,15 @@ def _zero(args: Any, hidden_size: int | None, problems: list[str]) -> dict[str, 
     for name, usual in _HELD.items():
         value = _said_to_deepspeed(config, name)
         if value is not None and value != usual:
-            problems.append(
-                f"DeepSpeed's {name}={value}: only {usual} was held against it. Leave it out of a copy of the settings."
-            )
+            problems.append(_not_held(name, value, f"{usual} was"))
+    made = _said_to_deepspeed(config, "optimizer.type")  # by DeepSpeed, in the place of the arguments' own
+    if made is not None and str(made).lower() not in ("adam", "adamw"):
+        problems.append(_not_held("optimizer.type", made, "Adam and AdamW were"))
     return options
+
+
+def _not_held(name: str, value: object, others: str) -> str:
+    return f"DeepSpeed's {name}={value}: only {others} held against it. Leave it out of a copy of the settings."
 
 
 def _offload_device(given: dict[str, Any], name: str, old: str) -> str:
@@ -185,8 +192,16 @@ def _deepspeed_config(args: Any) -> dict[str, Any]:
     """Return DeepSpeed's settings: of the arguments, a dict or a file, or of accelerate's file."""
     plugin = getattr(args, "deepspeed_plugin", None)
     given: Any = args.deepspeed if plugin is None else plugin.deepspeed_config
-    config: dict[str, Any] = given if isinstance(given, dict) else json.loads(Path(given).read_text())
-    return config
+    try:
+        config: object = given if isinstance(given, dict) else json.loads(Path(given).read_text())
+    except ValueError as error:
+        raise ArgumentError(f"deepspeed={str(given)!r}: no valid JSON, which Trainer reads: {error}.") from error
+    if isinstance(config, dict) and isinstance(config.get("zero_optimization") or {}, dict):
+        return config
+    raise ArgumentError(
+        f"deepspeed={str(given)!r:.200}: zero_optimization is no object, which Trainer reads: write "
+        f'"zero_optimization": {{"stage": 1}}, say.'
+    )
 
 
 def _dtype_of_zero(args: Any, config: dict[str, Any]) -> str | None:

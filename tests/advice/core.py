@@ -79,6 +79,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave it out": f"{_JOBS}::test_settings_of_accelerates_file_that_no_forecast_has",
         "Leave it out of a copy": f"{_JOBS}::test_settings_of_deepspeeds_that_were_not_held_against_it",
         "pass Spread.fsdp1(": f"{_JOBS}::test_the_variables_of_accelerate_launch",
+        'write "zero_optimization"': f"{_JOBS}::test_settings_that_trainer_cannot_read_are_refused",
         "pass hidden_size=": f"{_JOBS}::test_deepspeeds_settings_are_filled_in_as_transformers_does",
     },
     "_core/workload.py": {

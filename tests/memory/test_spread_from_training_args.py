@@ -181,6 +181,7 @@ def test_parameters_on_the_host(tmp_path: Path) -> None:
         ("torch_autocast.enabled=True", {"torch_autocast": {"enabled": True}}),
         ("data_types.grad_accum_dtype=fp32", {"data_types": {"grad_accum_dtype": "fp32"}}),
         ("communication_data_type=fp32", {"communication_data_type": "fp32"}),
+        ("optimizer.type=OneBitAdam", {"optimizer": {"type": "OneBitAdam"}}),
     ],
 )
 def test_settings_of_deepspeeds_that_were_not_held_against_it(
@@ -191,6 +192,23 @@ def test_settings_of_deepspeeds_that_were_not_held_against_it(
     with pytest.raises(ArgumentError, match=f"DeepSpeed's {re.escape(name)}: only .* Leave it out of a copy"):
         Spread.from_training_args(under_deepspeed(tmp_path, settings), 2)
     assert Spread.from_training_args(under_deepspeed(tmp_path, plain), 2) == Spread.zero(2, stage=2)
+
+
+def test_settings_that_trainer_cannot_read_are_refused(tmp_path: Path) -> None:
+    """Published files have comments, and zero_optimization as a flag, as the first releases of DeepSpeed took it."""
+    (tmp_path / "comments.json").write_text('{"zero_optimization": {"stage": 2}}  // for eight cards')
+    with pytest.raises(ArgumentError, match=r"comments\.json': no valid JSON"):
+        Spread.from_training_args(under_deepspeed(tmp_path, str(tmp_path / "comments.json")), 2)
+    with pytest.raises(ArgumentError, match=r'no object.*write "zero_optimization": \{"stage": 1\}'):
+        Spread.from_training_args(under_deepspeed(tmp_path, {"zero_optimization": True}), 2)
+    written = under_deepspeed(tmp_path, {"zero_optimization": {"stage": 1}})
+    assert Spread.from_training_args(written, 2) == Spread.zero(2, stage=1)
+
+
+def test_the_fsdp_of_torch_xla_is_not_taken_for_ddp(tmp_path: Path) -> None:
+    args = arguments(tmp_path, fsdp="full_shard", fsdp_config={"xla": True, "xla_fsdp_v2": True})
+    with pytest.raises(ArgumentError, match=r"fsdp_config has xla=True.*leave it out"):
+        Spread.from_training_args(args, 2)
 
 
 Launched = Callable[..., tuple[Spread, Workload]]
