@@ -45,6 +45,7 @@ _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNI
 _SIZE_ALLOWED = 16_384
 _TIMES_ON_DISK = 16
 _ELEMENTS_ALLOWED = 1 << 20
+_ELEMENTS_UNSEEN = 1 << 28  # of a pickle, or of a pointer of Git LFS; a prefix of a model of 3B has 2 ** 25
 _MOST_REPLICATED = 1_000  # layers; the deepest published models have less than 200
 _MOST_LAYERS = 10_000
 _LONGEST_LIST = 10_000
@@ -227,8 +228,10 @@ def _sizes(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | N
     if _method(config) in _PROMPTS and not problems:
         elements = _prompt_elements(config)
         on_disk = sum(math.prod(shape) for shape in every)
-        if elements > max(_ELEMENTS_ALLOWED, _TIMES_ON_DISK * on_disk):
-            problems.append(f"describes a prompt of {shown_number(elements)} values, and the file holds {on_disk}")
+        allowed = max(_ELEMENTS_ALLOWED, _TIMES_ON_DISK * on_disk) if every else _ELEMENTS_UNSEEN
+        if elements > allowed:
+            held = f"the file holds {on_disk}" if every else "no header says that the file holds so many"
+            problems.append(f"describes a prompt of {shown_number(elements)} values, and {held}")
     replicated = config.get("layer_replication")
     if isinstance(replicated, list):
         spans = [pair for pair in replicated if isinstance(pair, list) and len(pair) == 2]

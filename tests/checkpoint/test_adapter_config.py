@@ -14,6 +14,7 @@ from safe_loading._checkpoint.adapter_config import SIZES, adapter_config_faults
 
 CONFIG = Path("adapter/adapter_config.json")
 PROMPT = {"prompt_embeddings": (4, 64)}
+FLAN_T5_XL = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 20, "num_layers": 24, "token_dim": 2048}
 LORA = {
     "base_model.model.layers.0.q_proj.lora_A.weight": (8, 64),
     "base_model.model.layers.0.q_proj.lora_B.weight": (64, 8),
@@ -66,6 +67,8 @@ def test_each_number_that_peft_reads_is_a_size_or_not() -> None:
     [
         ({"peft_type": "LORA", "r": 8, "lora_alpha": 1e6, "rank_pattern": {"q_proj": 64}}, LORA),
         ({"peft_type": "LORA", "r": 512}, None),  # a pickle, whose header nobody can read
+        (FLAN_T5_XL, None),
+        (FLAN_T5_XL, {}),  # a pointer of Git LFS
         ({"peft_type": "ADALORA", "r": 8, "init_r": 96, "total_step": 10**9}, LORA),
         (
             {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "token_dim": 64, "prompt_tuning_init": "TEXT"},
@@ -102,6 +105,7 @@ def test_what_training_writes_is_fine(config: dict[str, Any], shapes: Any) -> No
             PROMPT,
             "config-size",
         ),
+        ({**FLAN_T5_XL, "num_virtual_tokens": 9999}, None, "config-size"),
         ({"peft_type": "MULTITASK_PROMPT_TUNING", "num_tasks": 9999, "num_ranks": 9999}, PROMPT, "config-size"),
         ({"peft_type": "P_TUNING", "encoder_num_layers": 10**5}, PROMPT, "config-size"),
         ({"peft_type": "LOHA", "r": 10**300}, LORA, "config-size"),
