@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -117,7 +117,7 @@ def check_fit(
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return
     replaced = replaced_modules(adapters)
-    problems = misfits(model, checkpoint, layout, lambda name: not replaced.isdisjoint(name.split(".")))
+    problems = misfits(model, checkpoint, layout, lambda name: lies_in(name, replaced))
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not fill the {type(model).__name__} of its config.json; nothing was done. Pass "
@@ -133,6 +133,11 @@ def _or_without_pooler(model: PreTrainedModel, problems: Sequence[str]) -> str:
     if not has_choice or not all(problem.startswith("pooler.") for problem in problems):
         return ""
     return f", or base_kwargs={{{_POOLER!r}: False}} where only the last hidden states are used"
+
+
+def lies_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a parameter lies in one of some modules, which are named from anywhere in its path on."""
+    return any(f".{module}." in f".{name}" for module in modules)
 
 
 def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:

@@ -30,7 +30,7 @@ from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, EngineError, SafeLoadingError
 
 from .adapter_values import Adapter
-from .base_model import changed_config, replaced_modules
+from .base_model import changed_config, lies_in, replaced_modules
 from .into_place import IntoPlace, Method, read_into_place
 from .report import FROM_PRETRAINED
 
@@ -204,7 +204,7 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
         there, here = map(list, shapes)
         unfilled[name] = f"is {here}, and {there} in the checkpoint,"
     for name, what in sorted(unfilled.items()):
-        if not replaced.isdisjoint(name.split(".")):
+        if lies_in(name, replaced):
             continue
         message = f"this weight of the base {what} and was initialized at random"
         fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"

@@ -80,6 +80,18 @@ def test_the_head_of_an_adapter_says_how_many_labels_there_are(
         assert torch.allclose(merged(first).logits, expected(first).logits, atol=1e-5)
 
 
+def test_a_layer_of_a_head_that_is_saved_alone_replaces_that_of_the_base(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 101}
+    RobertaForSequenceClassification(RobertaConfig(**sizes, num_hidden_layers=2)).save_pretrained(tmp_path / "base")
+    trained = classifier(tmp_path / "base", LABELS)
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier.out_proj"])
+    get_peft_model(trained, config).save_pretrained(tmp_path / "adapter")
+    model = load_peft_on_rank(tmp_path / "base", tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(classifier(tmp_path / "base", LABELS), str(tmp_path / "adapter")).eval()
+    first = torch.arange(1, 13)[None]
+    assert torch.equal(model(first).logits, plain(first).logits)
+
+
 def test_a_number_of_labels_that_the_adapter_contradicts_is_refused_with_the_right_one(
     tiny_llama: Path, adapter: Path
 ) -> None:
