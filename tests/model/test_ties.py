@@ -172,3 +172,15 @@ def test_a_head_that_an_index_lists_counts_where_the_shards_are_elsewhere(tmp_pa
     save_file(tensors | ({HEAD: tensors[EMBEDDINGS].clone()} if both else {}), tmp_path / shard)
     plan = plan_device_map(tmp_path, {"cpu": "1GB"})
     assert not any(finding.code == "base-untied" for finding in plan.findings)
+
+
+def test_a_head_in_codes_is_not_tied_whatever_an_index_lists(tmp_path: Path) -> None:
+    tied_base(tmp_path, None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys([EMBEDDINGS, "lm_head.qweight"], "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plan = plan_device_map(tmp_path, {0: "1GB"}, verify=False)
+    assert not any(finding.code == "base-untied" for finding in plan.findings)

@@ -91,8 +91,9 @@ def pairs_apart(
 def _listed_apart(model: torch.nn.Module, listed_names: Iterable[str]) -> list[UntiedPair]:
     """Return the pairs that the class ties and an index lists both: safetensors saves tied weights under one name."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    shapes = {name: tuple(model.get_parameter(name).shape) for pair in ties.items() for name in pair}
-    endings = {_ending(name): shape for name, shape in shapes.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # of which codes are none
+    ties = {target: source for target, source in ties.items() if target in parameters and source in parameters}
+    endings = {_ending(name): tuple(parameters[name].shape) for pair in ties.items() for name in pair}
     # older names of the two; all others, of experts for one, have shapes that an index does not tell
     found = {name: endings[_ending(name)] for name in listed_names if _ending(name) in endings}
     tensors = {name: TensorInfo(name, "F32", shape, 0, 0) for name, shape in found.items()}
