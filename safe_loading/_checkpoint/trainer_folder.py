@@ -17,7 +17,7 @@ from safe_loading._core.report import Finding, errors_of
 from .faults import listed, note
 from .files import try_open
 from .index import inspect_checkpoint
-from .weight_files import ADAPTER_CONFIG, names_in
+from .weight_files import ADAPTER_CONFIG, ADAPTER_SINGLE, MODEL_SINGLE, names_in
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
@@ -101,7 +101,7 @@ def _weights(folder: Path, names: list[str]) -> tuple[list[str], list[str]]:
 
 def _file_of(folder: Path, finding: Finding) -> str:
     if finding.code == "weights-missing":
-        return "adapter_model.safetensors" if (folder / ADAPTER_CONFIG).exists() else "model.safetensors"
+        return ADAPTER_SINGLE if (folder / ADAPTER_CONFIG).exists() else MODEL_SINGLE
     return Path(finding.where).name
 
 

@@ -138,9 +138,9 @@ def check_before_load(
     read_generation_config(folder, opened.generation_config)
     meta_model, labels = chosen.model or build(auto_class), None
     if meta_model is not None and (LABELS | {"config"}).isdisjoint(options.base_kwargs):
-        labels = labels_of_heads(meta_model, adapters, functools.partial(_with_labels, build, auto_class))
+        labels = labels_of_heads(meta_model, adapters, lambda number: _with_labels(build, options, number)(auto_class))
     if labels is not None:
-        build = functools.partial(build, base_kwargs={**options.base_kwargs, "num_labels": labels})
+        build = _with_labels(build, options, labels)
         meta_model = build(auto_class)
     if meta_model is not None and checkpoint is not None:
         on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
@@ -156,9 +156,9 @@ def check_before_load(
 
 
 def _with_labels(
-    build: functools.partial[torch.nn.Module | None], auto_class: ModelClass, labels: int
-) -> torch.nn.Module | None:
-    return build(auto_class, base_kwargs={**build.keywords["base_kwargs"], "num_labels": labels})
+    build: functools.partial[torch.nn.Module | None], options: LoadOptions, labels: int
+) -> functools.partial[torch.nn.Module | None]:
+    return functools.partial(build, base_kwargs={**options.base_kwargs, "num_labels": labels})
 
 
 def _checked_on_meta(

@@ -26,6 +26,8 @@ def replaced_shapes(adapters: Sequence[Adapter], model: torch.nn.Module) -> dict
     """Return the shapes of the adapters' tensors that replace a parameter of the base, by its name."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for adapter in adapters:
+        if all(".lora_" in key for key in adapter.tensors):  # most have factors alone, whose names need no look
+            continue
         for key, tensor in adapter.renamed(model).tensors.items():
             if ".lora_" not in key:
                 name = _REPLACING_LEVELS.sub("", without_peft_prefix(key))
@@ -52,11 +54,14 @@ def labels_of_heads(
     Which parameters depend on it is seen from a second model, which ``build`` makes on meta with so many labels, and
     not guessed from names, nor from the task, which adapters for images and sound do not name.
     """
+    brought = replaced_shapes(adapters, model)
+    if not brought:
+        return None
     labels: int | None = getattr(getattr(model, "config", None), "num_labels", None)
     own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     replaced = {
         name: shapes
-        for name, shapes in replaced_shapes(adapters, model).items()
+        for name, shapes in brought.items()
         if name in own and any(shape[1:] == own[name][1:] and shape != own[name] for shape in shapes)
     }
     other = build(labels + 1) if replaced and labels is not None else None
