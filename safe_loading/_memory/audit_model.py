@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
 from .trace.attached_adapter import attach_without_values
-from .trace.inputs import require_tensors
 from .trace.read_adapter import read_adapter, with_read_adapter
+from .trace.step_tensors import Inputs, require_tensors
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
 # The checks of what each rank holds: FSDP's units, its devices, and the parameters that it trains.
@@ -118,7 +118,7 @@ def audit_model(
     subfolder: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
     quantization_config: QuantizationConfig = None,
     prepare_for_kbit: KbitPreparation | None = None,
     round_trip: bool = False,
@@ -223,7 +223,7 @@ def _refuse(model: object, workload: object, optimizer: object, quantization_con
 def _forecast(
     source: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
-    inputs: Mapping[str, torch.Tensor] | None,
+    inputs: Inputs | None,
     options: dict[str, Any],
     skipped: list[str],
 ) -> MemoryForecast | None:
@@ -239,7 +239,7 @@ def _forecast(
 
 
 def _check_steps(
-    audited: AuditedModel, workload: Workload | None, inputs: Mapping[str, torch.Tensor] | None, *, planned: bool
+    audited: AuditedModel, workload: Workload | None, inputs: Inputs | None, *, planned: bool
 ) -> tuple[list[Finding], list[str]]:
     """Return the findings of a step and of the wrappers, whose cost it shows, and why it was skipped."""
     findings: list[Finding] = []

@@ -35,6 +35,7 @@ from .plan.planner import Planner
 from .plan.request import PlanRequest
 from .trace.inputs import assume_padding_token
 from .trace.read_adapter import base_and_workload, naming_base, with_read_adapter
+from .trace.step_tensors import Inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +54,7 @@ def plan_device_map(
     offload: Literal["never", "cpu", "disk"] = "never",
     verify: bool = True,
     overhead: Size | Limits | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
     auto_class: type | str | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
@@ -137,7 +138,7 @@ def plan_request(
     offload: Literal["never", "cpu", "disk"] = "never",
     verify: bool = True,
     overhead: Size | Limits | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
     auto_class: type | str | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,

@@ -37,14 +37,14 @@ from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.evaluation import NOTE as EVALUATION_NOTE
 from .trace.fused_lm_head import LABELS_NOTE
-from .trace.inputs import engine_base, require_tensors
+from .trace.inputs import engine_base
 from .trace.liger_lm_head import about_head
 from .trace.over_ranks import RankOfJob, ranks_alike, refuse_reference_over_ranks
 from .trace.pass_between import with_pass
 from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
-from .trace.step_tensors import outputs_kept
+from .trace.step_tensors import Inputs, outputs_kept, require_tensors
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import trace_step
 from .trace.two_ends import peaks_of_phases, trace_two_ends
@@ -65,7 +65,7 @@ def predict_memory(
     model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
     *,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
     capability: tuple[int, int] | None = None,
     context_bytes: int | None = None,
     expandable_segments: bool = False,
@@ -95,7 +95,7 @@ def predict_memory(
             not the package of the method is installed.
         workload: What is run, for example ``Workload.train(batch_size=4, sequence_length=1024)``.
         inputs: Inputs by argument name, for models that take more than tokens: images, audio, a batch of your
-            collator. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
+            collator, of tensors or of dicts and lists of tensors. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
             places of images in a text. Inputs that are not passed are made from the workload.
         capability: Compute capability of the GPU, on which the attention kernels and the size of cuBLAS's scratch
             depend, and whether quantized weights stay so or are dequantized: (7, 5) a T4, (8, 0) an A100, (8, 9)
@@ -198,9 +198,7 @@ def _origin(passed: dict[str, Any], *, quantized: bool) -> Origin:
     return Origin(predict, lambda: held() is not None, passed, model is not None, quantized)
 
 
-def _check_inputs_and_loading(
-    inputs: Mapping[str, torch.Tensor] | None, loaded_by: str, context_bytes: int | None
-) -> None:
+def _check_inputs_and_loading(inputs: Inputs | None, loaded_by: str, context_bytes: int | None) -> None:
     if context_bytes is not None:
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     require_tensors(inputs)
@@ -211,7 +209,7 @@ def _check_inputs_and_loading(
 def _traces(
     model: torch.nn.Module,
     workload: Workload,
-    inputs: Mapping[str, torch.Tensor] | None,
+    inputs: Inputs | None,
     spread: Spread | None,
     preparation: KbitPreparation,
     attached_there: bool,
@@ -309,7 +307,7 @@ def _notes(
     trace: StepTrace,
     spread: Spread | None,
     scans: tuple[str, ...],
-    inputs: Mapping[str, torch.Tensor] | None,
+    inputs: Inputs | None,
 ) -> tuple[str, ...]:
     unlabelled = made.workload.fused_lm_head is True and "labels" not in (inputs or {})
     said = {EVALUATION_NOTE: bool(made.workload.eval_batch_size)}

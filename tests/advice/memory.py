@@ -223,10 +223,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave one of the two out": _PACKED,
         "leave it out": _PACKED,
         "Pass the tokens": _CALL,
-        "pass tensors by argument name": _CALL,
         "Pass them, for example inputs={'input_features'": _PASSED,
         "Pass them, for example inputs={'pixel_values'": _PASSED,
     },
+    "_memory/trace/step_tensors.py": {"pass tensors by argument name": _CALL},
     "_memory/trace/forward_pass.py": {
         "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused",
     },

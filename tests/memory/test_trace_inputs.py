@@ -13,9 +13,9 @@ from allocator_truth import above_start, generation, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import skip_unless_buildable, tiny_config
 from torch import nn
-from transformers import BartConfig, BertConfig, NllbMoeConfig
+from transformers import BartConfig, BatchEncoding, BertConfig, BertModel, NllbMoeConfig
 
-from safe_loading import TraceError, Workload, plan_device_map, predict_memory
+from safe_loading import ArgumentError, TraceError, Workload, audit_model, plan_device_map, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 PROMPT, TRAIN = Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")
@@ -340,3 +340,56 @@ def test_a_router_that_peft_cannot_adapt_is_named_and_left_out_as_advised(name: 
         model(input_ids=torch.zeros(2, 16, dtype=torch.long))
     advised = Workload.train(2, 16, adapter=LoraConfig(**lora, exclude_modules=["router"]))
     assert predict_memory(made(name), advised, context_bytes=0).allocated_peak_bytes > 0
+
+
+class Pairs(nn.Module):
+    """An encoder of questions and passages, as FlagEmbedding, Tevatron and GritLM train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        encoder: Any = BertModel(BertConfig(vocab_size=64, **sizes))
+        self.encoder = get_peft_model(encoder, LoraConfig(r=2, target_modules=["query", "value"]))
+
+    def encoded(self, texts: Any) -> torch.Tensor:
+        if isinstance(texts, list):
+            return torch.cat([self.encoded(part) for part in texts])
+        first: torch.Tensor = self.encoder(**texts).last_hidden_state[:, 0]
+        return nn.functional.normalize(first, dim=-1)
+
+    def forward(self, queries: Any, passages: Any) -> dict[str, torch.Tensor]:
+        scores = self.encoded(queries) @ self.encoded(passages).T
+        right = torch.arange(len(scores), device=scores.device)
+        return {"loss": nn.functional.cross_entropy(scores, right), "scores": scores}
+
+
+class FlatPairs(Pairs):
+    """The same, by tensors."""
+
+    def forward(self, queries: Any, passages: Any, mask: Any = None, mask_of_passages: Any = None) -> Any:
+        texts = {"input_ids": passages, "attention_mask": mask_of_passages}
+        return super().forward({"input_ids": queries, "attention_mask": mask}, texts)
+
+
+def test_batches_inside_a_batch_are_traced_as_their_tensors() -> None:
+    short, long = torch.ones(2, 8, dtype=torch.long), torch.ones(6, 24, dtype=torch.long)
+    flat = {"queries": short, "passages": long, "mask": short, "mask_of_passages": long}
+    step = Workload.train(2, 24)
+    expected = predict_memory(FlatPairs(), step, inputs=flat)
+    of_texts = [{"input_ids": ids, "attention_mask": ids} for ids in (short, long)]
+    nested: list[Any] = [dict(zip(("queries", "passages"), of_texts, strict=True))]
+    nested += [{name: [texts] for name, texts in nested[0].items()}]
+    nested += [{name: BatchEncoding(texts) for name, texts in nested[0].items()}]
+    for inputs in nested:
+        found = predict_memory(Pairs(), step, inputs=inputs)
+        assert found.components == expected.components
+        assert found.reserved_peak_bytes == expected.reserved_peak_bytes
+        audited = audit_model(Pairs(), step, inputs=inputs)
+        assert [each.code for each in audited.findings] == ["SL101"]
+
+
+def test_what_is_no_tensor_inside_a_batch_is_refused() -> None:
+    ids = torch.ones(2, 8, dtype=torch.long)
+    wrong: Any = {"queries": {"input_ids": ids}, "passages": {"input_ids": [[1, 2]]}}
+    with pytest.raises(ArgumentError, match=r"passages is a dict; .*dicts and lists of tensors"):
+        predict_memory(Pairs(), Workload.train(2, 8), inputs=wrong)

@@ -5,12 +5,13 @@ A model with several heads may choose one by the batch, such as that of a task, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from safe_loading._memory.trace.inputs import forward_arguments
+from safe_loading._memory.trace.step_tensors import Inputs, is_nested
 from safe_loading._ranks.own_generators import own_generators
 
 from .audited_model import AuditedModel
@@ -21,9 +22,7 @@ _FEW = 8  # values of a column that chooses, or rows that differ
 _LABELS = frozenset({"label", "labels", "label_ids"})
 
 
-def other_batches(
-    audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None, rows: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def other_batches(audited: AuditedModel, inputs: Inputs | None, rows: int) -> Iterator[Inputs]:
     """Yield inputs of other batches; none where neither the trainer's data nor the inputs show any."""
     found = False
     taken = {*forward_arguments(audited.outermost), "label"}  # which collators rename
@@ -56,18 +55,20 @@ def _kinds_of_rows(data: Any, taken: Collection[str]) -> list[Any]:
     return [*kinds.values()][:_FEW]
 
 
-def _collated(audited: AuditedModel, rows: list[Any]) -> dict[str, torch.Tensor]:
+def _collated(audited: AuditedModel, rows: list[Any]) -> Inputs:
     """Return a batch as the trainer makes it; nothing where that cannot be made."""
     collate: Any = getattr(audited.trainer, "data_collator", None)
     try:
-        return {name: value for name, value in collate(rows).items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in collate(rows).items() if is_nested(value)}
     except Exception:  # the user's own code, of rows that it may have made for another place
         return {}
 
 
-def _with_other_values(inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+def _with_other_values(inputs: Inputs) -> Iterator[Inputs]:
     """Yield the inputs with one number in the place of those of an input that has at most one for each row."""
     for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor):  # a batch inside the batch
+            continue
         if tensor.dim() <= 1 and not tensor.is_floating_point() and tensor.device.type != "meta":
             for value in range(2 if tensor.dtype == torch.bool else _MOST_VALUES):
                 yield {**inputs, name: torch.full_like(tensor, value)}

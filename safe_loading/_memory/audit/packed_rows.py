@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from transformers import masking_utils
 
 from safe_loading._core.report import Finding
 from safe_loading._core.thread_patches import patched, seen_here
-from safe_loading._memory.trace.inputs import is_packed, starts_anew
+from safe_loading._memory.trace.step_tensors import Inputs, is_packed, starts_anew, tensor_of
 from safe_loading._model.text_config import text_config
 
 from .audited_model import AuditedModel
@@ -41,21 +40,21 @@ def watching_rows() -> Iterator[RowsSeen]:
         yield seen
 
 
-def fills_cache(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None) -> bool:
+def fills_cache(audited: AuditedModel, inputs: Inputs | None) -> bool:
     """Whether the model fills a cache while it is trained with packed rows; a Trainer switches that off."""
     text = text_config(getattr(audited.base, "config", None))
-    return audited.trainer is None and is_packed(inputs or {}) and bool(getattr(text, "use_cache", False))
+    return audited.trainer is None and is_packed(inputs) and bool(getattr(text, "use_cache", False))
 
 
-def check_rows(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None, seen: RowsSeen) -> Iterator[Finding]:
+def check_rows(audited: AuditedModel, inputs: Inputs | None, seen: RowsSeen) -> Iterator[Finding]:
     """Yield a finding when rows were packed into one, and nothing told attention where each begins."""
     config: Any = getattr(audited.base, "config", None)
     attention = getattr(config, "_attn_implementation", None)
-    mask = (inputs or {}).get("attention_mask")
-    if seen.apart or not is_packed(inputs or {}) or attention not in _MASKED or (mask is not None and mask.dim() > 2):
+    mask = tensor_of(inputs, "attention_mask")
+    if seen.apart or not is_packed(inputs) or attention not in _MASKED or (mask is not None and mask.dim() > 2):
         return
     why, fix = "there is no position at which a row begins", "pass position_ids that start anew with each row."
-    if starts_anew(inputs or {}):
+    if starts_anew(inputs):
         why = "the mask is made without a look at the positions while the model fills a cache"
         fix = "model.config.use_cache = False in training."
         if mask is not None:

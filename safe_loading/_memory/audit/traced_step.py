@@ -19,6 +19,7 @@ from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.scan_kernels import scan_stand_ins
+from safe_loading._memory.trace.step_tensors import Inputs
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.formats.packed_linear import StandIn
 from safe_loading._model.snapshot import Snapshot
@@ -60,7 +61,7 @@ class TracedStep:
     audited: AuditedModel
     workload: Workload
     planned: bool
-    inputs: Mapping[str, torch.Tensor] | None
+    inputs: Inputs | None
     trace: StepTrace
     token_count: TokenCountUse
     inputs_of_8bit: LayerInputs
@@ -126,7 +127,7 @@ class TracedStep:
                 break
         return reached
 
-    def _reached(self, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, seed: int = 0) -> set[str]:
+    def _reached(self, workload: Workload, inputs: Inputs | None, seed: int = 0) -> set[str]:
         """Return the parameters that gradients reach in another step; those of its part that ran where it fails."""
         model = self.audited.outermost
         with mode_kept(self.audited), recorded_step(model) as record, contextlib.suppress(TraceError):
@@ -150,9 +151,7 @@ class TracedStep:
                 return _peak_or_none(self.audited.outermost, self.workload, self.inputs)
 
 
-def trace_configured(
-    audited: AuditedModel, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, *, planned: bool
-) -> TracedStep:
+def trace_configured(audited: AuditedModel, workload: Workload, inputs: Inputs | None, *, planned: bool) -> TracedStep:
     """Run the step as the model is configured, or raise `TraceError`."""
     model = audited.outermost
     configured = _as_configured(workload)
@@ -172,9 +171,7 @@ def trace_configured(
     return TracedStep(audited, configured, planned, inputs, trace, count, kept, *layers, rows, teachers, record)
 
 
-def peaks_of_wrapped(
-    audited: AuditedModel, workload: Workload, inputs: Mapping[str, torch.Tensor] | None
-) -> tuple[int, int] | None:
+def peaks_of_wrapped(audited: AuditedModel, workload: Workload, inputs: Inputs | None) -> tuple[int, int] | None:
     """Return `TracedStep`'s `peak_bytes` and `peak_when_right` where a wrapper's own forward cannot be traced.
 
     The model inside it is traced then, as it is configured.
@@ -240,16 +237,14 @@ def _prepare_as_peft(audited: AuditedModel) -> None:
         base.enable_input_require_grads()  # type: ignore[no-untyped-call]  # of transformers
 
 
-def _trace(
-    model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, seed: int = 0
-) -> StepTrace:
+def _trace(model: torch.nn.Module, workload: Workload, inputs: Inputs | None, seed: int = 0) -> StepTrace:
     # whose kernel of a whole layer reads the weights of its projections, and passes adapters on them by
     fused = importlib.util.find_spec("mamba_ssm") is not None
     with cuda_paths(_CAPABILITY), scan_stand_ins(model, fused=fused):
         return trace_step(model, workload, inputs=inputs, every_layer=True, seed=seed)
 
 
-def _peak_or_none(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> int | None:
+def _peak_or_none(model: torch.nn.Module, workload: Workload, inputs: Inputs | None) -> int | None:
     try:
         return peak_of(_trace(model, workload, inputs))
     except TraceError:

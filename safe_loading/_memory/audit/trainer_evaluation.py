@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from safe_loading._core.training_args import evaluation_rows
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.step_tensors import Inputs
 
 _OF_OTHER_ROWS = (
     "forecast: the evaluation in batches of {} rows: inputs= are those of a training step. Audit with inputs= of the "
@@ -22,7 +20,7 @@ _GENERATED = "forecast: predict_with_generate=True: what the evaluation generate
 
 
 def with_evaluation_of(
-    trainer: Any, workload: Workload | None, inputs: Mapping[str, torch.Tensor] | None
+    trainer: Any, workload: Workload | None, inputs: Inputs | None
 ) -> tuple[Workload | None, list[str]]:
     """Return a training step with the evaluation that the trainer asks for, and sentences about the parts left out."""
     rows = _rows_of(trainer)

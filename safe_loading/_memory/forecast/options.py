@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, TypedDict
 
 import torch
 
 from safe_loading._core.spread import Spread
+from safe_loading._memory.trace.step_tensors import Inputs
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized_meta_model import QuantizationConfig
 
@@ -15,7 +15,7 @@ from safe_loading._model.quantized_meta_model import QuantizationConfig
 class JobOptions(TypedDict, total=False):
     """All arguments of a forecast but the model, the workload and the spread over ranks."""
 
-    inputs: Mapping[str, torch.Tensor] | None
+    inputs: Inputs | None
     capability: tuple[int, int] | None
     context_bytes: int | None
     expandable_segments: bool

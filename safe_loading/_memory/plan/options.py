@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from safe_loading._core.engine_names import PlanNames
 from safe_loading._core.parse_size import Limits, Size
+from safe_loading._memory.trace.step_tensors import Inputs
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized_meta_model import QuantizationConfig
 
@@ -22,7 +23,7 @@ class CardOptions(PlanNames, total=False):
     objective: Literal["balance", "fill"]
     verify: bool
     overhead: Size | Limits | None
-    inputs: Mapping[str, torch.Tensor] | None
+    inputs: Inputs | None
     auto_class: type | str | None
     attn_implementation: str | None
     revision: str | None

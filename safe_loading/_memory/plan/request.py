@@ -11,6 +11,7 @@ from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.accelerate_hooks import main_device
+from safe_loading._memory.trace.step_tensors import Inputs
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 
 from .search import Objective
@@ -28,7 +29,7 @@ class PlanRequest:
     objective: Objective
     offload: str  # "never", "cpu" or "disk"
     verify: bool
-    inputs: Mapping[str, torch.Tensor] | None = None
+    inputs: Inputs | None = None
     capability: tuple[int, int] | None = None  # of the cards, as far as somebody said; (8, 0) stands for others
     findings: tuple[Finding, ...] = ()  # what the building of the model had to say
     offload_buffers: bool = False  # whether saved buffers leave with the weights

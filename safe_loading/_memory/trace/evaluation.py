@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
@@ -14,6 +13,7 @@ from .forward_pass import batch_of, forward_pass
 from .inputs import StepInputs
 from .ledger import Ledger
 from .reference_pass import reference_pass
+from .step_tensors import Inputs
 
 NOTE = (
     "The evaluation keeps no logits. With compute_metrics= the Trainer keeps those of all its batches on the card, in "
@@ -27,7 +27,7 @@ def evaluation_of(workload: Workload) -> Workload:
     return dataclasses.replace(workload, kind="evaluate")
 
 
-def refuse_other_rows(workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> None:
+def refuse_other_rows(workload: Workload, inputs: Inputs | None) -> None:
     """Refuse an evaluation of other rows than those of the caller's own tensors, which are of one size."""
     if inputs and workload.eval_batch_size not in (0, workload.batch_size):
         raise ArgumentError(

@@ -21,6 +21,7 @@ from safe_loading._model.text_config import text_config
 from safe_loading.errors import ArgumentError, TraceError
 
 from .known_values import KnownValues
+from .step_tensors import Inputs, is_packed, tensor_of, with_tensors
 
 _KINDS = ("Sequence", "Image", "Audio", "Video")
 _ONE_LABEL_PER_ROW = (
@@ -144,29 +145,6 @@ def takes_targets(model: torch.nn.Module) -> bool:
     return not forward_arguments(model).keys().isdisjoint(("labels", "return_loss", *_TARGETS_OF_ROWS))
 
 
-def require_tensors(inputs: object) -> None:
-    """Refuse inputs that are no tensors by the names of a model's arguments."""
-    given = {} if inputs is None else inputs
-    named = given.items() if isinstance(given, Mapping) else [("the whole", given)]
-    wrong = [f"{name} is a {type(value).__name__}" for name, value in named if not isinstance(value, torch.Tensor)]
-    if wrong:
-        raise ArgumentError(
-            f"inputs: {', '.join(wrong)}; pass tensors by argument name, such as {{'pixel_values': torch.empty(4, 3, "
-            f"336, 336)}}, and leave return_loss out, which a step sets."
-        )
-
-
-def starts_anew(inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether positions begin again within a row, as where several texts are packed into one."""
-    positions = inputs.get("position_ids")
-    return positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())
-
-
-def is_packed(inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether texts follow one another in a row without padding: told apart by positions, or by their lengths."""
-    return starts_anew(inputs) or "cu_seq_lens_q" in inputs
-
-
 def assume_padding_token(model: torch.nn.Module) -> bool:
     """Give a classifier of texts on meta a padding token where its config has none, and return whether it had none.
 
@@ -192,7 +170,7 @@ class StepInputs:
         model: torch.nn.Module,
         values: KnownValues,
         device: torch.device,
-        user_inputs: Mapping[str, torch.Tensor] | None,
+        user_inputs: Inputs | None,
         *,
         padding_free: bool = False,
     ) -> None:
@@ -314,12 +292,9 @@ class StepInputs:
         """Return how many rows a batch has: as many as the user's tokens, else `rows`."""
         return self._token_shape(rows, 1)[0]
 
-    def batch(self, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    def batch(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments of a forward pass over `columns` tokens in each of `rows` rows."""
-        batch: dict[str, torch.Tensor] = {}
-        for name, tensor in self._user_inputs.items():
-            batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            self._values.take_input(batch[name], tensor)
+        batch: dict[str, Any] = {name: with_tensors(self._faked, each) for name, each in self._user_inputs.items()}
         shape = self._token_shape(rows, columns)
         token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
         if self._padding_free:
@@ -327,7 +302,7 @@ class StepInputs:
             self._values.count_anew(batch["position_ids"], columns)
         if self._padding_free or is_packed(self._user_inputs):  # for which collators make no mask
             token_inputs.pop("attention_mask", None)
-        labels = self._user_inputs.get("labels")
+        labels = tensor_of(self._user_inputs, "labels")
         # of labels with more dimensions, such as MusicGen's of several codebooks, the model alone makes that text
         if self._is_encoder_decoder and (labels is None or self.classifies or labels.dim() == len(shape)):
             token_inputs["decoder_input_ids"] = self._decoder_shape(shape[0], columns)
@@ -350,6 +325,12 @@ class StepInputs:
             batch["input_features"] = self._sound(rows)
         return batch
 
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the user's as one of the step."""
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._values.take_input(fake, tensor)
+        return fake
+
     def targets(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments that the loss compares with, but those that the user passes."""
         shape = self._token_shape(rows, columns)
@@ -370,8 +351,8 @@ class StepInputs:
     def _decoder_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of the user's text for the decoder, or of the labels, from which the model makes that text."""
         names = ("decoder_input_ids",) if self.classifies else ("decoder_input_ids", "labels")
-        given = (self._user_inputs[name] for name in names if name in self._user_inputs)
-        return next((tuple(tensor.shape) for tensor in given), (rows, columns))
+        given = (tensor_of(self._user_inputs, name) for name in names)
+        return next((tuple(tensor.shape) for tensor in given if tensor is not None), (rows, columns))
 
     def _labels_of_rows(self, rows: int) -> torch.Tensor:
         """Return the class of each row, or a number for each class where the loss compares numbers."""
@@ -385,10 +366,11 @@ class StepInputs:
 
     def _token_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of the user's tokens, else the workload's."""
-        if "input_ids" in self._user_inputs:
-            return tuple(self._user_inputs["input_ids"].shape)
-        if "inputs_embeds" in self._user_inputs:
-            return tuple(self._user_inputs["inputs_embeds"].shape[:-1])
+        ids, embeds = (tensor_of(self._user_inputs, name) for name in ("input_ids", "inputs_embeds"))
+        if ids is not None:
+            return tuple(ids.shape)
+        if embeds is not None:
+            return tuple(embeds.shape[:-1])
         if self._class_name.endswith("ForMultipleChoice"):
             raise TraceError(
                 f"{self._class_name}: a workload does not say how many choices a question has. Pass the tokens, for "

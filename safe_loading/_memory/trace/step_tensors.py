@@ -3,21 +3,70 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import convert_to_fp32
+from accelerate.utils.operations import recursively_apply
 
 from safe_loading._core.workload import Workload
+from safe_loading.errors import ArgumentError
 
 from .ledger import Ledger
 
 # the output that a loop's variable holds
 _KEPT: ContextVar[dict[str, object] | None] = ContextVar("the kept output", default=None)
 _DEEPEST_CACHE = 6  # containers and objects inside one another
+
+# what a batch of a collator holds by the names of a forward's arguments: tensors, or batches of them inside
+Nested: TypeAlias = torch.Tensor | Mapping[str, "Nested"] | Sequence["Nested"]
+Inputs: TypeAlias = Mapping[str, Nested]
+
+
+def require_tensors(inputs: object) -> None:
+    """Refuse inputs that are no tensors by the names of a model's arguments, nor dicts and lists of tensors."""
+    given = {} if inputs is None else inputs
+    wrong = [f"the whole is a {type(given).__name__}"]
+    if isinstance(given, Mapping):
+        wrong = [f"{name} is a {type(value).__name__}" for name, value in given.items() if not is_nested(value)]
+    if wrong:
+        raise ArgumentError(
+            f"inputs: {', '.join(wrong)}; pass tensors by argument name, such as {{'pixel_values': torch.empty(4, 3, "
+            f"336, 336)}}, or dicts and lists of tensors, and leave return_loss out, which a step sets."
+        )
+
+
+def is_nested(value: object) -> bool:
+    """Whether a value is a tensor, or holds nothing but tensors."""
+    items = [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(items, (list, tuple)):
+        return bool(items) and all(map(is_nested, items))
+    return isinstance(value, torch.Tensor)
+
+
+def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Nested) -> Any:
+    """Return a value with each of its tensors changed, in containers of the same classes."""
+    return recursively_apply(change, value)
+
+
+def tensor_of(inputs: Inputs | None, name: str) -> torch.Tensor | None:
+    """Return the tensor that is passed by a name; None where there is none, or a container of several."""
+    value = (inputs or {}).get(name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def starts_anew(inputs: Inputs | None) -> bool:
+    """Whether positions begin again within a row, as where several texts are packed into one."""
+    positions = tensor_of(inputs, "position_ids")
+    return positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())
+
+
+def is_packed(inputs: Inputs | None) -> bool:
+    """Whether texts follow one another in a row without padding: told apart by positions, or by their lengths."""
+    return starts_anew(inputs) or "cu_seq_lens_q" in (inputs or {})
 
 
 def autocast(workload: Workload) -> AbstractContextManager[object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +23,7 @@ from safe_loading.errors import TraceError
 
 from .inputs import engine_model, forward_arguments
 from .known_values import UnknownValue
+from .step_tensors import Inputs
 
 # folders whose lines are not the model's own code; the last one is this package
 _NOT_THE_MODEL = {Path(str(module.__file__)).parent for module in (torch, accelerate, numpy)} | {
@@ -49,9 +49,7 @@ _FIX_FOR_PADDING = "The step itself raises this, too: set model.config.pad_token
 _MOST_CHARACTERS = 600  # of the error's own message
 
 
-def trace_error(
-    model: torch.nn.Module, workload: Workload, error: Exception, inputs: Mapping[str, torch.Tensor] | None
-) -> TraceError:
+def trace_error(model: torch.nn.Module, workload: Workload, error: Exception, inputs: Inputs | None) -> TraceError:
     """Return the error to raise for one that the model's own code raised."""
     if isinstance(error, TraceError):
         return error
@@ -98,7 +96,7 @@ def _fix_for_layer(model: torch.nn.Module, module: str, error: Exception) -> str
     return ""
 
 
-def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+def _fix(model: torch.nn.Module, error: Exception, inputs: Inputs) -> str:
     if "SparseTensorImpl" in str(error):
         return _FIX_FOR_SPARSE
     if isinstance(error, _DEPENDS_ON_VALUES):

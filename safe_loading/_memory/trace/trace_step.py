@@ -53,6 +53,7 @@ from .repeated_layers import repeated_layers
 from .run_generation import run_generation
 from .run_training import run_training
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
+from .step_tensors import Inputs
 from .trace_error import trace_error
 from .trained_parameters import OneCard
 
@@ -65,7 +66,7 @@ def trace_step(
     workload: Workload,
     *,
     placement: Mapping[str, int | str] | None = None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Inputs | None = None,
     cached_outputs: CachedOutputs | None = None,
     offload_buffers: bool = False,
     job: OneCard | None = None,
@@ -129,7 +130,7 @@ def _traced(
     workload: Workload,
     *,
     placement: Mapping[str, int | str] | None,
-    inputs: Mapping[str, torch.Tensor] | None,
+    inputs: Inputs | None,
     cached_outputs: CachedOutputs | None,
     offload_buffers: bool,
     job: OneCard,
@@ -190,7 +191,7 @@ def _run(
     model: torch.nn.Module,
     workload: Workload,
     where: TracePlacement,
-    user_inputs: Mapping[str, torch.Tensor] | None,
+    user_inputs: Inputs | None,
     mode: TraceDispatchMode,
     maker: FakeTensorMaker,
     job: OneCard,
