@@ -233,7 +233,7 @@ def bfloat16_under_a_scaler(right: bool, folder: Path) -> Script:
     make = lambda: halved(base(dtype="bfloat16"))  # noqa: E731
     model = adapted(make())
     if not right:
-        model = model.to(torch.bfloat16)
+        model = halved(model)
     # on a GPU the scaler raises: "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'
     halves = {"16 bits"} if any(p.dtype == torch.bfloat16 for p in trained(model)) else set()
     again = lambda at: PeftModel.from_pretrained(make(), at, autocast_adapter_dtype=right)  # noqa: E731

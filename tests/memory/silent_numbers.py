@@ -52,7 +52,7 @@ def packed_rows_while_a_cache_is_filled(right: bool, folder: Path) -> Script:
 def frequencies_that_a_cast_has_rounded(right: bool, folder: Path) -> Script:
     model = base()
     for name, parameter in model.named_parameters():
-        parameter.data.mul_(40 if "q_proj" in name or "k_proj" in name else 1)  # attention that looks at positions
+        parameter.data.mul_(300 if "q_proj" in name or "k_proj" in name else 1)  # attention that looks at positions
     if right:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).float()
