@@ -28,6 +28,8 @@ _PARTS = {
     "rng_state.pth": re.compile(r"rng_state(_\d+)?\.pth"),
 }
 _SHARDED_WEIGHTS = re.compile(r"pytorch_model_fsdp(_\d+|\.bin)|global_step\d+")
+# Of other programs that call their folders so: accelerate's save_state, LLaMA-Factory's second trainer.
+_OF_OTHERS = re.compile(r"random_states_\d+\.pkl|CHECKPOINT_COMPLETE")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 _ZIPPED = re.compile(r"(optimizer|scheduler|rng_state|pytorch_model_fsdp).*\.(pt|pth|bin)")
 _DISTRIBUTED = re.compile(r"(optimizer|pytorch_model_fsdp)_\d+")  # folders, whose .metadata torch writes last
@@ -84,6 +86,8 @@ def _faults(folder: Path) -> list[str]:
 
 def _is_of_a_trainer(folder: Path, names: list[str]) -> bool:
     """Return whether a folder of that name is a Trainer's own, and not the weights alone of a model."""
+    if _STATE not in names and any(_OF_OTHERS.fullmatch(name) for name in names):
+        return False
     if _STATE in names or any(part.fullmatch(name) for part in _PARTS.values() for name in names):
         return True
     return any((other / _STATE).is_file() for other in checkpoints_of(folder.parent))

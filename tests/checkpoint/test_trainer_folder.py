@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from faults.checkpoints import write_adapter, write_model
 
 from safe_loading import check_checkpoint
@@ -151,7 +152,25 @@ def deepspeed(folder: Path) -> None:
     (folder / "global_step1000").mkdir()
 
 
-@pytest.mark.parametrize("change", [only_the_model, of_ranks, sharded, deepspeed])
+def of_accelerate(folder: Path) -> None:
+    """What scripts of diffusers save under the same names of folders."""
+    shutil.rmtree(folder)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
+    accelerator.save_state(str(folder))
+
+
+def of_llama_factory(folder: Path) -> None:
+    """Its second trainer keeps the weights and each state in folders of their own."""
+    without(*(name for name in STATES if name != "scheduler.pt"), "model.safetensors", "config.json")(folder)
+    write_adapter(folder / "model")
+    for name in ("metadata.json", "CHECKPOINT_COMPLETE"):
+        (folder / name).write_text("{}")
+
+
+@pytest.mark.parametrize("change", [only_the_model, of_ranks, sharded, deepspeed, of_accelerate, of_llama_factory])
 def test_what_other_trainings_save_is_whole(run: Path, change: Callable[[Path], None]) -> None:
     latest = run / "checkpoint-1000"
     change(latest)
