@@ -35,7 +35,7 @@ SIZES = frozenset(
 _OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does not have"
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")  # the last as ms-swift spells it
 _BIASES = ("none", "all", "lora_only")
 # Names under which other programs write what peft reads as these.
 _OTHERWISE_NAMED = {"r": ("rank", "lora_r", "lora_rank"), "lora_alpha": ("alpha",)}

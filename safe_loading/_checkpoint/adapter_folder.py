@@ -23,7 +23,7 @@ from .index import refuse_changed
 from .json_files import JsonFiles
 from .mlx import MLX_WEIGHTS, is_mlx, mlx_problems, peft_config_of
 from .model_folder import ModelFolder
-from .other_things import flat_names
+from .other_things import names_of_others
 from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE, conversion_command
 
 _BLOCK_BYTES = 1 << 20
@@ -102,7 +102,7 @@ def read_adapter_config(resolved: Resolved, opened: ModelFolder | None = None) -
     read = None if opened is None else opened.inspect_checkpoint(kind="adapter")[0]
     header = None if read is None else read.headers.get(ADAPTER_SINGLE)
     header = read_header(weights) if stamps and header is None else header
-    if header is not None and (other := flat_names(weights, header.tensors)) is not None:
+    if header is not None and (other := names_of_others(weights, header.tensors)) is not None:
         raise AdapterError(f"{folder} {other.message}. {other.fix[0].upper()}{other.fix[1:]}.")
     shapes = None if header is None else {name: info.shape for name, info in header.tensors.items()}
     if by_mlx:

@@ -30,6 +30,13 @@ _OF_PIPELINE = re.compile(
     r"|(?:diffusion_model|unet|text_encoder(?:_\d)?|transformer(?=\.\w*transformer_blocks\.))\..+\.lora_[AB]\.weight"
 )
 _THERE = "load it there, with load_lora_weights of the pipeline"
+# What Tinker calls the head, and all experts of a layer as one.
+_OF_TINKER = re.compile(r".+\.(?:unembed_tokens|experts\.w[123])\.lora_[AB]\.weight")
+_TINKER_FIX = (
+    "convert it with build_lora_adapter of tinker_cookbook.weights, or merge it with build_hf_model, and pass what that "
+    "writes"
+)
+_OF_TRAINERS = ("training_args.bin", "optimizer.bin", "scheduler.bin")  # which are no weights
 
 
 class OtherThing(NamedTuple):
@@ -74,7 +81,7 @@ def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
 
 def adapters_inside(path: Path) -> OtherThing | None:
     """Return the adapters in folders inside one that has no checkpoint, as peft and ms-swift save several; or None."""
-    if any(name in _OWN or name.endswith(_WEIGHTS) for name in _names_in(path)):
+    if any(name in _OWN or name.endswith(_WEIGHTS) for name in _names_in(path) if name not in _OF_TRAINERS):
         return None
     inside = sorted(config.parent for config in path.glob(f"*/{_OWN[1]}"))
     if not inside:
@@ -146,10 +153,14 @@ def _named_for_pipeline(path: Path, key: str) -> OtherThing:
     return OtherThing(message, _THERE)
 
 
-def flat_names(path: Path, keys: Iterable[str]) -> OtherThing | None:
-    """Return the name of a file whose keys have no dots between modules, as kohya's scripts write all; else None.
+def names_of_others(path: Path, keys: Iterable[str]) -> OtherThing | None:
+    """Return the name of a file whose keys have no dots between modules, or names that Tinker alone has; else None.
 
-    Nothing tells which module such a key is of, whatever config lies beside the file.
+    kohya's scripts write the first: nothing tells which module such a key is of, whatever config lies beside the file.
     """
-    flat = next((key for key in keys if _FLAT.match(key)), None)
-    return None if flat is None else _named_for_pipeline(path, flat)
+    for key in keys:
+        if _FLAT.match(key):
+            return _named_for_pipeline(path, key)
+        if _OF_TINKER.fullmatch(key):
+            return OtherThing(f"is an adapter with the names of modules that Tinker has, by {key!r:.120}", _TINKER_FIX)
+    return None

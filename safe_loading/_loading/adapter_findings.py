@@ -16,6 +16,7 @@ from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.json_files import JsonFiles
 from safe_loading._checkpoint.mlx import is_mlx, mlx_problems, peft_config_of
+from safe_loading._checkpoint.other_things import names_of_others
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.trained_beside import trained_beside
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
@@ -41,7 +42,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         return [fault("adapter-config", path, *other)]
     problems = config_problems(config)
     other_rank = factors_of_other_rank(config, shapes)
-    if other_rank:
+    if other_rank and names_of_others(folder, shapes) is None:  # which a load refuses with its reason
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _CORRECT) for problem in problems]

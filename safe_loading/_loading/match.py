@@ -400,6 +400,8 @@ def _missing(
             right = (
                 _RIGHT_BASE if flag is None else f"set {flag} to false in adapter_config.json if it was not trained so"
             )
+            if flag == "lora_bias" and any(_flag_of(other) == flag for other in routed.tensors):  # mergekit's are such
+                right = "pass strict=False, with which the biases that the file does not have stay at 0"
             fix = f"{right}, or save the adapter again (gathered, from rank 0){_or_exclude(config, key, named)}"
             findings.append(fault("adapter-key-missing", f"{file}: {key}", message, fix, slot.tensor.nbytes))
     return findings

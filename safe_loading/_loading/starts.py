@@ -49,7 +49,8 @@ _CONVERT = (
     "convert it to a plain LoRA where it was trained "
     "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
 )
-_FROM_DATA = ("corda", "lora_ga")
+_NOT_STARTED = ("corda", "lora-ga")  # by peft alone, without the data, or by this name of ms-swift
+_FROM_DATA = (*_NOT_STARTED, "lora_ga")
 WHOLE_VALUES = frozenset({"F32", "BF16", "F16"})  # of a weight on disk; codes say nothing without their scales
 _MOST_COMPARED = 3  # weights: the first layer's, one of the middle and one of the last layers
 _BLOCK_NUMBERS = 1 << 20  # of a weight that are read at once
@@ -261,7 +262,7 @@ def random_start(config: PeftConfig, file: str) -> list[Finding]:
     init = config.init_lora_weights if isinstance(config, LoraConfig) else None
     if init not in _FROM_DATA and not _is_random(config):
         return []
-    fix = _CONVERT if init == "corda" else _CONVERT_OR_SIMILAR  # which peft does not start without its data
+    fix = _CONVERT if init in _NOT_STARTED else _CONVERT_OR_SIMILAR
     return [fault("start-not-repeatable", file, _why_another_start(config, ()), fix)]
 
 

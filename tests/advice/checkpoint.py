@@ -140,6 +140,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "copy the {} there": f"{_KINDS}test_the_weights_of_mlx_are_read_beside_their_config",
         "pass its folder": f"{_OTHER}test_one_file_is_not_its_folder",
         "load it there, with load_lora_weights": OUTSIDE,
+        "convert it with build_lora_adapter": OUTSIDE,
         "Pass that of its base": f"{_WRITERS}test_what_is_no_model_is_named_where_one_is_planned",
         "Pass the folder of a model": "model/test_model_advice.py::test_a_model_is_made_once_the_advice_is_taken",
     },

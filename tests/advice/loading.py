@@ -197,6 +197,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/match.py": {
         "set {} to true in adapter_config.json": _MENDED,
+        "pass strict=False, with which the biases": "loading/test_other_writers.py::"
+        "test_biases_of_single_layers_load_once_the_advice_is_taken",
         "pass key_mapping={'\\.lora_down": "loading/test_other_writers.py::test_names_of_kohya_beside_a_config_of_peft",
         "set {} to false in adapter_config.json if": _MENDED,
         "pass the base that the adapter": _MENDED,

@@ -181,9 +181,10 @@ def test_the_conversion_that_the_error_names_works(bench: Bench, tmp_path: Path)
     assert torch.allclose(logits(model), truth, atol=1e-5)
 
 
-def test_an_adapter_of_lora_ga_is_an_error(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["lora_ga", "lora-ga"])  # as peft writes it, and ms-swift
+def test_an_adapter_of_lora_ga_is_an_error(bench: Bench, tmp_path: Path, start: str) -> None:
     def as_lora_ga(config: dict[str, Any]) -> None:
-        config.update(init_lora_weights="lora_ga", lora_ga_config={})
+        config.update(init_lora_weights=start, lora_ga_config={})
 
     adapter = faults.edited(bench.adapter("LoRA"), tmp_path / "adapter", config=as_lora_ga)
     with pytest.raises(AdapterError, match="another base than it was trained on"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import adapters as faults
 from loaded_models import logits
-from models import save_adapter
+from models import save_adapter, save_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -79,6 +79,27 @@ def test_adapters_in_folders_of_one_that_holds_none_are_named(tmp_path: Path, ti
     first, second = (str(tmp_path / "saved" / name) for name in ("first", "second"))
     assert found.fix == f"pass {first!r}, or {second!r}."
     assert check_checkpoint(first).ok
+
+
+def test_the_adapter_in_a_checkpoint_of_qlora_is_named(tmp_path: Path, tiny_adapter: Path) -> None:
+    """Its scripts save it as a folder beside the states of the Trainer."""
+    shutil.copytree(tiny_adapter, tmp_path / "checkpoint-10" / "adapter_model")
+    torch.save({}, tmp_path / "checkpoint-10" / "training_args.bin")
+    (found,) = check_checkpoint(tmp_path / "checkpoint-10").findings
+    assert found.fix == f"pass {str(tmp_path / 'checkpoint-10' / 'adapter_model')!r}."
+
+
+@pytest.mark.parametrize("name", ["model.unembed_tokens", "model.layers.0.mlp.experts.w1"])
+def test_an_adapter_as_tinker_keeps_it_is_named(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, name: str
+) -> None:
+    """Its own names: the head is model.unembed_tokens, and experts are one, of three dimensions."""
+    own = {f"base_model.model.{name}.lora_A.weight": torch.ones(1, 4, 32)}
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", tensors=lambda tensors: {**tensors, **own})
+    with pytest.raises(AdapterError, match=rf"names of modules that Tinker has, by .*{name}.* with build_lora_adapter"):
+        load_peft_on_rank(adapter, tiny_llama)
+    (found,) = check_checkpoint(adapter).findings
+    assert "build_lora_adapter" in found.message
 
 
 def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -235,6 +256,27 @@ def test_an_alpha_that_its_writer_did_not_know_is_asked_for(
     assert [found.code for found in check_checkpoint(adapter).findings] == ["adapter-config"]
     faults.edited(adapter, tmp_path / "one", config=lambda c: c.update(alpha_pattern={"1.self_attn.q_proj": 4}))
     assert load_peft_on_rank(tmp_path / "one", tiny_llama).load_report.ok
+
+
+def test_biases_of_single_layers_load_once_the_advice_is_taken(tmp_path: Path) -> None:
+    """mergekit-extract-lora writes lora_B.bias for the layers that have a bias, and no lora_bias; peft drops them."""
+    base = save_llama(tmp_path / "base", attention_bias=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "down_proj"])
+    wanted = load_file(adapter / faults.WEIGHTS)
+    biases = {f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.bias": torch.ones(32) for layer in range(3)}
+    save_file({**wanted, **biases}, adapter / faults.WEIGHTS)
+    with pytest.raises(AdapterError, match="set lora_bias to true in adapter_config.json"):
+        load_peft_on_rank(adapter, base)
+    adapter = faults.edited(adapter, tmp_path / "set", config=lambda c: c.update(lora_bias=True))
+    with pytest.raises(AdapterError, match=r"down_proj\.lora_B\.default\.bias: .* pass strict=False, with which .* stay at 0"):
+        load_peft_on_rank(adapter, base)
+    with pytest.warns(UserWarning, match="lora_B"):
+        model = load_peft_on_rank(adapter, base, strict=False)
+    truth = AutoModelForCausalLM.from_pretrained(base)
+    for layer in truth.model.layers:
+        layer.self_attn.q_proj.bias.data += 2  # lora_alpha / r
+    plain = load_peft_on_rank(faults.edited(tmp_path / "adapter", tmp_path / "plain", tensors=lambda _: wanted), truth)
+    assert torch.allclose(logits(model), logits(plain), atol=1e-6)
 
 
 def test_the_raw_names_of_all_that_is_trained_are_read(tmp_path: Path, tiny_llama: Path) -> None:

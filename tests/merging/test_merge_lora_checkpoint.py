@@ -426,7 +426,7 @@ def refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("start", ["corda", "lora_ga", "pissa_niter_4"])
+@pytest.mark.parametrize("start", ["corda", "lora_ga", "lora-ga", "pissa_niter_4"])
 def test_a_start_that_changed_the_base_by_data_or_chance_is_refused(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, start: str
 ) -> None:
