@@ -33,8 +33,8 @@ _THERE = "load it there, with load_lora_weights of the pipeline"
 # What Tinker calls the head, and all experts of a layer as one.
 _OF_TINKER = re.compile(r".+\.(?:unembed_tokens|experts\.w[123])\.lora_[AB]\.weight")
 _TINKER_FIX = (
-    "convert it with build_lora_adapter of tinker_cookbook.weights, or merge it with build_hf_model, and pass what that "
-    "writes"
+    "convert it with build_lora_adapter of tinker_cookbook.weights, or merge it with build_hf_model, and pass what "
+    "they write"
 )
 _OF_TRAINERS = ("training_args.bin", "optimizer.bin", "scheduler.bin")  # which are no weights
 

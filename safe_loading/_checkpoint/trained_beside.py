@@ -1,9 +1,9 @@
 """Weights that a training saved beside an adapter's, in files that peft does not read. Imports no torch.
 
-LLaVA and its kin save a projector and a vision tower so, LongLoRA embeddings and norms, ms-swift a tower and
-LLaMA-Factory a value head; vLLM reads new words so. Without them the adapter computes something else than in its
-training, and nobody says it. sentence-transformers saves what runs behind the model (pooling, dense layers) so, in
-folders that its ``modules.json`` names, with a base as with an adapter.
+LLaVA and its kin save a projector and a vision tower so, LongLoRA embeddings and norms, ms-swift a tower,
+LLaMA-Factory a value head and FlagEmbedding resized embeddings; vLLM reads new words so. Without them the adapter
+computes something else than in its training, and nobody says it. sentence-transformers saves what runs behind the
+model (pooling, dense layers) so, in folders that its ``modules.json`` names, with a base as with an adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .files import open_regular, size_of
 _NAMES = frozenset(
     {"non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "trainable_params.bin"}
     | {"vit.safetensors", "value_head.safetensors", "value_head.bin"}
-    | {"new_embeddings.safetensors", "new_embeddings.bin"}
+    | {"new_embeddings.safetensors", "new_embeddings.bin", "embedding/emb.pth"}
 )
 MODULES = "modules.json"  # of sentence-transformers: the folders of what runs behind the model
 _CONFIGS = ("config_sentence_transformers.json", "sentence_bert_config.json")

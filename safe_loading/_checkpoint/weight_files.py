@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG = "adapter_model.safetensors", "a
 MODEL_SINGLE = "model.safetensors"
 MODEL_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# Weights as a program keeps them for itself, and what makes a folder of transformers of them.
+_OF_OTHERS = {
+    re.compile(r"model_world_size_\d+_rank_\d+\.pt"): "merge these shards of verl (python -m verl.model_merger merge)",
+    re.compile(
+        r"lit_model\.pth(\.lora)?"
+    ): "convert this model of LitGPT (litgpt merge_lora, litgpt convert_from_litgpt)",
+}
 
 _CONVERT_ONE = """\
 import torch, safetensors.torch
@@ -167,6 +176,10 @@ def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, s
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
     instead = f"; it holds {listed(others)}" if others else ""
     fix = "check the path and the variant, or download or copy the weights"
+    if road := next((road for of, road in _OF_OTHERS.items() if any(of.fullmatch(name) for name in names)), None):
+        fix = f"{road}, and pass the folder that this writes"
+    if "model.pth" in others and pickles[0][0] != ADAPTER_PICKLE:  # as LitGPT writes it, with the names of transformers
+        fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, 'model.pth', pickles[0][1])}"
     if others and all(name.endswith(".gguf") for name in others):
         instead += ", which llama.cpp reads"
         fix = "pass a folder that transformers saved, of the model that the GGUF file was made from"

@@ -97,6 +97,8 @@ def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) ->
     findings, zero, factors = [], [], dict[str, torch.Tensor]()
     if not tensors:  # of a method that peft put on none of the layers that it was given
         fix = "train it again with a method that adapts the layers of its base, such as LoRA"
+        if facts.config.get("peft_type") == "LORA":  # as scripts left it that put a state_dict() of their own
+            fix = "save it again with save_pretrained of the PeftModel, without a state_dict of your own"
         findings.append(fault("no-tensors", facts.weights, "holds no tensor at all", fix))
     for key, tensor in tensors.items():
         if ".lora_" in key and not tensor.is_floating_point():

@@ -321,6 +321,12 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
                 "adapter_config.json is that of the training"
             )
             return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
+        if adapter in getattr(model.get_submodule(path), "lora_embedding_A", ()):
+            message = (
+                f"it is of the factors of a linear layer, and {name!r} is an embedding: a tied head was trained so"
+            )
+            fix = f'write "lm_head" in its place into target_modules, and pass key_mapping={{"{name}": "lm_head"}}'
+            return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "
             f"nowhere to go"

@@ -164,6 +164,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "delete it, and train from the start": f"{_TRAINER}test_of_a_run_without_a_whole_one_the_training_starts_anew",
     },
     "_checkpoint/weight_files.py": {
+        "merge these shards of verl": OUTSIDE,
+        "convert this model of LitGPT": OUTSIDE,
         "name a safetensors file or index": _MENDED,
         "delete the one that you do not need": _MENDED,
         "check the path and the variant": _MENDED,

@@ -20,6 +20,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/adapter_file.py": {
         "save the adapter again; dequantize": _MENDED,
         "take an earlier checkpoint": _MENDED,
+        "save it again with save_pretrained of the PeftModel": OUTSIDE,
         "train it again with a method": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",
         "check that the adapter was trained": OUTSIDE,
         "save it again, gathered": OUTSIDE,
@@ -197,6 +198,8 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/match.py": {
         "set {} to true in adapter_config.json": _MENDED,
+        'write "lm_head" in its place': "loading/test_other_writers.py::"
+        "test_a_lora_of_a_tied_head_under_the_name_of_the_embedding_is_told",
         "pass strict=False, with which the biases": "loading/test_other_writers.py::"
         "test_biases_of_single_layers_load_once_the_advice_is_taken",
         "pass key_mapping={'\\.lora_down": "loading/test_other_writers.py::test_names_of_kohya_beside_a_config_of_peft",

@@ -329,6 +329,24 @@ def test_a_pickle_is_refused_with_a_command_that_converts_it(tmp_path, name):
     assert torch.equal(stored["tied"], weight.T)
 
 
+def test_weights_that_other_programs_keep_for_themselves_are_named_with_their_road(tmp_path):
+    write_model(tmp_path, {"model.safetensors": {"w": 4}})
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).unlink()
+    for name, road in (
+        ("model_world_size_8_rank_0.pt", "merge these shards of verl (python -m verl.model_merger merge)"),
+        ("lit_model.pth.lora", "convert this model of LitGPT (litgpt merge_lora, litgpt convert_from_litgpt)"),
+    ):
+        (tmp_path / name).touch()
+        _, (found, *_) = inspect_checkpoint(tmp_path)
+        assert (found.code, found.fix) == ("weights-missing", f"{road}, and pass the folder that this writes.")
+        (tmp_path / name).unlink()
+    torch.save({"w": torch.ones(4)}, tmp_path / "model.pth")  # what convert_from_litgpt writes
+    _, (found, *_) = inspect_checkpoint(tmp_path)
+    subprocess.run(command_in(found.fix), check=True, timeout=120)
+    assert torch.equal(load_file(read_checkpoint(tmp_path).files[0])["w"], torch.ones(4))
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "pytorch_model-00001-of-00002.bin"])
 def test_a_pickle_that_is_a_pointer_is_pulled_before_it_is_converted(tmp_path, name):
     """As in most clones of older models, whose conversion would fail with an UnpicklingError."""

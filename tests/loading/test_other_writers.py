@@ -263,12 +263,16 @@ def test_biases_of_single_layers_load_once_the_advice_is_taken(tmp_path: Path) -
     base = save_llama(tmp_path / "base", attention_bias=True)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "down_proj"])
     wanted = load_file(adapter / faults.WEIGHTS)
-    biases = {f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.bias": torch.ones(32) for layer in range(3)}
+    biases = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.bias": torch.ones(32) for layer in range(3)
+    }
     save_file({**wanted, **biases}, adapter / faults.WEIGHTS)
-    with pytest.raises(AdapterError, match="set lora_bias to true in adapter_config.json"):
+    with pytest.raises(AdapterError, match="set lora_bias to true in adapter_config"):
         load_peft_on_rank(adapter, base)
     adapter = faults.edited(adapter, tmp_path / "set", config=lambda c: c.update(lora_bias=True))
-    with pytest.raises(AdapterError, match=r"down_proj\.lora_B\.default\.bias: .* pass strict=False, with which .* stay at 0"):
+    with pytest.raises(
+        AdapterError, match=r"down_proj\.lora_B\.default\.bias: .* pass strict=False, with which .* stay at 0"
+    ):
         load_peft_on_rank(adapter, base)
     with pytest.warns(UserWarning, match="lora_B"):
         model = load_peft_on_rank(adapter, base, strict=False)
@@ -277,6 +281,38 @@ def test_biases_of_single_layers_load_once_the_advice_is_taken(tmp_path: Path) -
         layer.self_attn.q_proj.bias.data += 2  # lora_alpha / r
     plain = load_peft_on_rank(faults.edited(tmp_path / "adapter", tmp_path / "plain", tensors=lambda _: wanted), truth)
     assert torch.allclose(logits(model), logits(plain), atol=1e-6)
+
+
+def test_a_lora_whose_file_is_empty_is_to_be_saved_again(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    """As alpaca-lora's script left it with later releases of peft."""
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
+    (adapter / faults.WEIGHTS).unlink()
+    torch.save({}, adapter / "adapter_model.bin")
+    with pytest.raises(
+        AdapterError, match=r"holds no tensor at all\. Fix: save it again with save_pretrained of the Peft"
+    ):
+        load_peft_on_rank(adapter, tiny_llama, allow_pickle=True)
+
+
+def test_a_lora_of_a_tied_head_under_the_name_of_the_embedding_is_told(tmp_path: Path) -> None:
+    """As build_lora_adapter of tinker-cookbook writes it; peft leaves it out and warns."""
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    wanted = save_adapter(tmp_path / "wanted", base, target_modules=["q_proj", "lm_head"])
+    named = {
+        key.replace("model.lm_head.", "model.model.embed_tokens."): each
+        for key, each in load_file(wanted / faults.WEIGHTS).items()
+    }
+    change = {"target_modules": ["q_proj", "embed_tokens"]}
+    adapter = faults.edited(wanted, tmp_path / "adapter", tensors=lambda _: named, config=lambda c: c.update(change))
+    said = re.escape(
+        'write "lm_head" in its place into target_modules, and pass key_mapping={"model.embed_tokens": "lm_head"}'
+    )
+    with pytest.raises(AdapterError, match=rf"factors of a linear layer, .* is an embedding: .*{said}"):
+        load_peft_on_rank(adapter, base)
+    shutil.copy(wanted / faults.CONFIG, adapter)
+    mapping = {"model.embed_tokens": "lm_head"}
+    model = load_peft_on_rank(adapter, base, key_mapping=mapping)
+    assert torch.equal(logits(model), logits(load_peft_on_rank(wanted, base)))
 
 
 def test_the_raw_names_of_all_that_is_trained_are_read(tmp_path: Path, tiny_llama: Path) -> None:
@@ -301,6 +337,11 @@ def test_weights_beside_an_adapter_are_told_and_run_once_the_base_has_them(
     """LLaVA's non_lora_trainables.bin and LongLoRA's trainable_params.bin, which peft leaves where they are."""
     adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
     assert "trained-beside" not in [finding.code for finding in check_checkpoint(adapter).findings]
+    (adapter / "embedding").mkdir()
+    torch.save(torch.nn.Embedding(2, 2), adapter / "embedding" / "emb.pth")  # of FlagEmbedding
+    (found,) = [finding for finding in check_checkpoint(adapter).findings if finding.code == "trained-beside"]
+    assert "'embedding/emb.pth'" in found.message
+    shutil.rmtree(adapter / "embedding")
     torch.save({"model.norm.weight": torch.full((32,), 0.5)}, adapter / "non_lora_trainables.bin")
     model = load_peft_on_rank(adapter, tiny_llama)
     (found,) = model.load_report.findings
