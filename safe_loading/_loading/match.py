@@ -144,6 +144,7 @@ def _match_base_weights(
     modules = {path for path, _ in model.named_modules()}
     nowhere = {key: v for key, v in without_slot.items() if key not in tensors and _module_of(key) not in modules}
     fitting = what_would_fit(nowhere, base_of(model), config) if nowhere else None
+    whole = any(".base_layer." in key and key.rpartition(".")[0] not in embedding_modules for key in without_slot)
     for key, value in without_slot.items():
         tensor = tensors.get(key)
         if tensor is None:
@@ -156,7 +157,7 @@ def _match_base_weights(
         trained_bias = getattr(config, "bias", "none") != "none" and key.endswith(".bias")
         embedding = key.rpartition(".")[0] in embedding_modules and (".base_layer." in key or both_embeddings)
         if not (trained_bias or embedding):
-            match.findings.append(_undeclared(file, key, value))
+            match.findings.append(_undeclared(file, key, value, whole))
         elif tensor.shape != value.shape:
             rows = {weight.shape[0] for weight in embeddings}
             match.findings.append(_shape_mismatch(file, config, key, tensor, value, rows))
@@ -252,13 +253,15 @@ def saved_module_dtype(file: str, slot: AdapterSlot, value: torch.Tensor) -> Ite
         yield note("warning", "saved-module-dtype", where, f"{message}; this rounds it", fix, value.nbytes)
 
 
-def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
+def _undeclared(file: str, key: str, value: torch.Tensor, whole: bool) -> Finding:
     module = without_peft_prefix(key.rpartition(".")[0])
     message = (
         f"the file has a weight of the base ({list(value.shape)}), but modules_to_save in its config does not name "
         f"{module!r}; peft would overwrite the base's own"
     )
     fix = f"add {module.rpartition('.')[2]!r} to modules_to_save in adapter_config.json, or remove the tensor"
+    if whole:  # the state_dict() of a PeftModel
+        fix = "remove all tensors of the base from the file, and keep those that have lora_ in their names"
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
@@ -407,7 +410,7 @@ def _missing(
                 _RIGHT_BASE if flag is None else f"set {flag} to false in adapter_config.json if it was not trained so"
             )
             if flag == "lora_bias" and any(_flag_of(other) == flag for other in routed.tensors):  # mergekit's are such
-                right = "pass strict=False, with which the biases that the file does not have stay at 0"
+                right = "pass strict=False to load it with 0 for the biases that the file does not have"
             fix = f"{right}, or save the adapter again (gathered, from rank 0){_or_exclude(config, key, named)}"
             findings.append(fault("adapter-key-missing", f"{file}: {key}", message, fix, slot.tensor.nbytes))
     return findings

@@ -200,7 +200,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "set {} to true in adapter_config.json": _MENDED,
         'write "lm_head" in its place': "loading/test_other_writers.py::"
         "test_a_lora_of_a_tied_head_under_the_name_of_the_embedding_is_told",
-        "pass strict=False, with which the biases": "loading/test_other_writers.py::"
+        "remove all tensors of the base": "loading/test_other_writers.py::"
+        "test_the_tensors_of_a_whole_model_load_once_those_of_the_base_are_removed",
+        "pass strict=False to load it with 0": "loading/test_other_writers.py::"
         "test_biases_of_single_layers_load_once_the_advice_is_taken",
         "pass key_mapping={'\\.lora_down": "loading/test_other_writers.py::test_names_of_kohya_beside_a_config_of_peft",
         "set {} to false in adapter_config.json if": _MENDED,

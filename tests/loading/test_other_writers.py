@@ -271,7 +271,7 @@ def test_biases_of_single_layers_load_once_the_advice_is_taken(tmp_path: Path) -
         load_peft_on_rank(adapter, base)
     adapter = faults.edited(adapter, tmp_path / "set", config=lambda c: c.update(lora_bias=True))
     with pytest.raises(
-        AdapterError, match=r"down_proj\.lora_B\.default\.bias: .* pass strict=False, with which .* stay at 0"
+        AdapterError, match=r"down_proj\.lora_B\.default\.bias: .* pass strict=False to load it with 0 "
     ):
         load_peft_on_rank(adapter, base)
     with pytest.warns(UserWarning, match="lora_B"):
@@ -281,6 +281,20 @@ def test_biases_of_single_layers_load_once_the_advice_is_taken(tmp_path: Path) -
         layer.self_attn.q_proj.bias.data += 2  # lora_alpha / r
     plain = load_peft_on_rank(faults.edited(tmp_path / "adapter", tmp_path / "plain", tensors=lambda _: wanted), truth)
     assert torch.allclose(logits(model), logits(plain), atol=1e-6)
+
+
+def test_the_tensors_of_a_whole_model_load_once_those_of_the_base_are_removed(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    whole = {name: each.clone() for name, each in load_peft_on_rank(tiny_adapter, tiny_llama).state_dict().items()}
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", tensors=lambda _: whole)
+    with pytest.raises(AdapterError, match="remove all tensors of the base from the file") as caught:
+        load_peft_on_rank(adapter, tiny_llama)
+    assert "to modules_to_save in adapter_config" not in str(caught.value)
+    save_file({name: each for name, each in whole.items() if "lora_" in name}, adapter / faults.WEIGHTS)
+    assert torch.equal(
+        logits(load_peft_on_rank(adapter, tiny_llama)), logits(load_peft_on_rank(tiny_adapter, tiny_llama))
+    )
 
 
 def test_a_lora_whose_file_is_empty_is_to_be_saved_again(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
