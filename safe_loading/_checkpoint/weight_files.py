@@ -22,12 +22,14 @@ MODEL_SINGLE = "model.safetensors"
 MODEL_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-# Weights as a program keeps them for itself, and what makes a folder of transformers of them.
+_ITS_FOLDER = ", and pass the folder that this writes"
+# Weights as other programs keep them for themselves, and the road to a folder of transformers.
 _OF_OTHERS = {
-    re.compile(r"model_world_size_\d+_rank_\d+\.pt"): "merge these shards of verl (python -m verl.model_merger merge)",
-    re.compile(
-        r"lit_model\.pth(\.lora)?"
-    ): "convert this model of LitGPT (litgpt merge_lora, litgpt convert_from_litgpt)",
+    r"model_world_size_\d+_rank_\d+\.pt": f"merge these shards of verl (python -m verl.model_merger merge){_ITS_FOLDER}",
+    r"lit_model\.pth(\.lora)?": f"convert this model of LitGPT (merge_lora, then convert_from_litgpt){_ITS_FOLDER}",
+    r"consolidated(\.\d+)?\.(pth|safetensors)": "take the files in the format of transformers that its publisher has",
+    r"common\.pt": f"convert this checkpoint of Megatron (export_ckpt of Megatron-Bridge's AutoBridge){_ITS_FOLDER}",
+    r"__\d+_\d+\.distcp|pytorch_model_fsdp_\d+": f"merge these shards with `accelerate merge-weights`{_ITS_FOLDER}",
 }
 
 _CONVERT_ONE = """\
@@ -176,8 +178,7 @@ def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, s
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
     instead = f"; it holds {listed(others)}" if others else ""
     fix = "check the path and the variant, or download or copy the weights"
-    if road := next((road for of, road in _OF_OTHERS.items() if any(of.fullmatch(name) for name in names)), None):
-        fix = f"{road}, and pass the folder that this writes"
+    fix = next((to for of, to in _OF_OTHERS.items() if any(re.fullmatch(of, name) for name in names)), fix)
     if "model.pth" in others and pickles[0][0] != ADAPTER_PICKLE:  # as LitGPT writes it, with the names of transformers
         fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, 'model.pth', pickles[0][1])}"
     if others and all(name.endswith(".gguf") for name in others):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from accelerate.utils import merge_fsdp_weights
 from faults.checkpoints import LFS_POINTER, entry, safetensors, shard, write_adapter, write_model
 from safetensors.torch import load_file
 
@@ -335,16 +337,30 @@ def test_weights_that_other_programs_keep_for_themselves_are_named_with_their_ro
         (tmp_path / name).unlink()
     for name, road in (
         ("model_world_size_8_rank_0.pt", "merge these shards of verl (python -m verl.model_merger merge)"),
-        ("lit_model.pth.lora", "convert this model of LitGPT (litgpt merge_lora, litgpt convert_from_litgpt)"),
+        ("lit_model.pth.lora", "convert this model of LitGPT (merge_lora, then convert_from_litgpt)"),
+        ("consolidated.00.pth", "take the files in the format of transformers"),
+        ("common.pt", "convert this checkpoint of Megatron"),
+        ("__0_0.distcp", "merge these shards with `accelerate merge-weights`"),
     ):
         (tmp_path / name).touch()
         _, (found, *_) = inspect_checkpoint(tmp_path)
-        assert (found.code, found.fix) == ("weights-missing", f"{road}, and pass the folder that this writes.")
+        assert found.code == "weights-missing"
+        assert found.fix.startswith(road)
         (tmp_path / name).unlink()
     torch.save({"w": torch.ones(4)}, tmp_path / "model.pth")  # what convert_from_litgpt writes
     _, (found, *_) = inspect_checkpoint(tmp_path)
     subprocess.run(command_in(found.fix), check=True, timeout=120)
     assert torch.equal(load_file(read_checkpoint(tmp_path).files[0])["w"], torch.ones(4))
+
+
+def test_shards_of_torch_are_merged_as_the_advice_says(tmp_path):
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    torch.distributed.checkpoint.save({"model": {"w": torch.ones(4)}}, checkpoint_id=str(shards), no_dist=True)
+    for folder in (tmp_path, shards):
+        _, (found, *_) = inspect_checkpoint(folder)
+        assert "merge these shards with `accelerate merge-weights`" in found.fix
+    merge_fsdp_weights(str(shards), str(tmp_path / "merged"))
+    assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["w"], torch.ones(4))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "pytorch_model-00001-of-00002.bin"])
