@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -36,6 +37,12 @@ _OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does no
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")  # the last as ms-swift spells it
+# The factors of all experts of a layer, as peft names those of target_parameters, and vLLM takes them without.
+OF_FUSED_EXPERTS = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.")
+TO_PARAMETERS = (
+    'take "experts" out of target_modules, and write the parameters into target_parameters, such as '
+    '["experts.gate_up_proj", "experts.down_proj"]'
+)
 _BIASES = ("none", "all", "lora_only")
 # Names under which other programs write what peft reads as these.
 _OTHERWISE_NAMED = {"r": ("rank", "lora_r", "lora_rank"), "lora_alpha": ("alpha",)}
@@ -171,7 +178,11 @@ def factors_of_other_rank(config: Mapping[str, object], shapes: Mapping[str, Seq
     # A pattern gives some layers other ranks; with target_parameters the factors of all experts are stacked.
     if config.get("rank_pattern") or config.get("target_parameters"):
         return {}
-    return {key: shape[0] for key, shape in shapes.items() if ".lora_A." in key and shape and shape[0] != rank}
+    return {
+        key: shape[0]
+        for key, shape in shapes.items()
+        if ".lora_A." in key and shape and shape[0] != rank and not OF_FUSED_EXPERTS.search(key)
+    }
 
 
 def _is_lora(config: Mapping[str, object]) -> bool:

@@ -25,7 +25,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ITS_FOLDER = ", and pass the folder that this writes"
 # Weights as other programs keep them for themselves, and the road to a folder of transformers.
 _OF_OTHERS = {
-    r"model_world_size_\d+_rank_\d+\.pt": f"merge these shards of verl (python -m verl.model_merger merge){_ITS_FOLDER}",
+    r"model_world_size_\d+_rank_\d+\.pt": f"merge these shards with verl (verl.model_merger){_ITS_FOLDER}",
     r"lit_model\.pth(\.lora)?": f"convert this model of LitGPT (merge_lora, then convert_from_litgpt){_ITS_FOLDER}",
     r"consolidated(\.\d+)?\.(pth|safetensors)": "take the files in the format of transformers that its publisher has",
     r"common\.pt": f"convert this checkpoint of Megatron (export_ckpt of Megatron-Bridge's AutoBridge){_ITS_FOLDER}",

@@ -10,6 +10,7 @@ from copy import deepcopy
 import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType
 
+from safe_loading._checkpoint.adapter_config import OF_FUSED_EXPERTS, TO_PARAMETERS
 from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.adapter_patterns import pattern_order
 from safe_loading._checkpoint.trained_beside import trained_beside
@@ -284,7 +285,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
             _refuse_rows_beyond(adapter, base_of(model))
         way = _way_beside_others(model, config, error) or _way_for_packed_layers(model)
         way = way or _way_of_its_layers(adapter, base_of(model), error) or _way_of_a_router(adapter.facts.config)
-        way = way or _way_of_fused_experts(config, base_of(model), error)
+        way = way or _way_of_fused_experts(config, base_of(model), error) or _way_of_their_module(adapter, error)
         start = [finding.problem for finding in random_start(config, str(adapter.facts.config_file))]
         raise AdapterError(
             f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
@@ -323,6 +324,13 @@ def _way_of_fused_experts(config: PeftConfig, base: torch.nn.Module, error: Exce
         f" This transformers holds all experts of a layer in one parameter ({fused[0]}), and peft has DoRA for modules "
         f"alone. Load or merge it with transformers 4, which has a module for each expert."
     )
+
+
+def _way_of_their_module(adapter: Adapter, error: Exception) -> str:
+    """Return the way where the config names the module of experts of which the file has the parameters; else empty."""
+    if "is not supported" not in str(error) or not any(OF_FUSED_EXPERTS.search(key) for key in adapter.tensors):
+        return ""
+    return f" The file has the factors of all experts of a layer as one: {TO_PARAMETERS}."
 
 
 def _in_a_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import torch
 from peft import PeftConfig, PeftModel
 
+from safe_loading._checkpoint.adapter_config import OF_FUSED_EXPERTS, TO_PARAMETERS
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import CLASSIFIER_HEADS, PEFT_PREFIX, ancestors, nearest, without_peft_prefix
 from safe_loading._core.report import Finding, one_for_all_layers
@@ -306,6 +307,10 @@ def _module_of(key: str) -> str:
 def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapter: str, fitting: str | None) -> Finding:
     path = _module_of(key)
     name = without_peft_prefix(path)
+    named = getattr(model.peft_config[adapter], "target_parameters", None)
+    if OF_FUSED_EXPERTS.search(key) and path.removesuffix(".base_layer") in modules and not named:
+        message = "it is of the factors of all experts of a layer, and target_parameters in the config names none"
+        return fault("target-not-covered", f"{file}: {key}", message, TO_PARAMETERS)
     if path in modules and path != PEFT_PREFIX.rstrip("."):
         # peft looks for the ties of the base by names that the wrappers of the adapters before it have changed.
         if _ties_later(model, adapter):

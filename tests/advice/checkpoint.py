@@ -27,6 +27,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "Convert it once": "loading/test_load_peft_on_rank.py::test_a_pickle_is_refused_with_a_command_that_works",
     },
     "_checkpoint/adapter_config.py": {
+        'take "experts" out of target_modules': "loading/test_transposed_experts.py::"
+        "test_fused_experts_whose_module_is_named_load_once_their_parameters_are",
         'add "peft_type"': "loading/test_load_advice.py::test_a_method_in_lower_case_or_missing_is_written_as_advised",
         "load it with the library adapters": OUTSIDE,
         "load it with ms-swift": OUTSIDE,
@@ -164,7 +166,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "delete it, and train from the start": f"{_TRAINER}test_of_a_run_without_a_whole_one_the_training_starts_anew",
     },
     "_checkpoint/weight_files.py": {
-        "merge these shards of verl": OUTSIDE,
+        "merge these shards with verl": OUTSIDE,
         "convert this model of LitGPT": OUTSIDE,
         "take the files in the format of transformers": OUTSIDE,
         "convert this checkpoint of Megatron": OUTSIDE,

@@ -336,7 +336,7 @@ def test_weights_that_other_programs_keep_for_themselves_are_named_with_their_ro
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (tmp_path / name).unlink()
     for name, road in (
-        ("model_world_size_8_rank_0.pt", "merge these shards of verl (python -m verl.model_merger merge)"),
+        ("model_world_size_8_rank_0.pt", "merge these shards with verl (verl.model_merger)"),
         ("lit_model.pth.lora", "convert this model of LitGPT (merge_lora, then convert_from_litgpt)"),
         ("consolidated.00.pth", "take the files in the format of transformers"),
         ("common.pt", "convert this checkpoint of Megatron"),

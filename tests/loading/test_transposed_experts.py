@@ -12,9 +12,17 @@ from faults import adapters as faults
 from models import save_adapter
 from safetensors.torch import load_file
 from test_expert_layouts import COMMON, Adapter, logits, off, weights_in
+from test_expert_layouts import save_base as save_base_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading import (
+    AdapterError,
+    check_checkpoint,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+)
 
 pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
 
@@ -108,3 +116,18 @@ def test_every_way_adds_to_the_right_columns(tmp_path: Path, layout: str, sizes:
     load_adapter_on_rank(model, adapter.folder, "later")
     merge_lora_inplace(model, adapter_names=["later"]).save_pretrained(tmp_path / "in memory")
     assert off(weights_in(tmp_path / "in memory"), adapter) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_fused_experts_whose_module_is_named_load_once_their_parameters_are(tmp_path: Path, family: str) -> None:
+    """As prime-rl writes gpt-oss for vLLM; peft refuses the module."""
+    base = save_base(tmp_path / "base") if family == "gpt_oss" else save_base_of(tmp_path / "base", family)
+    named = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    wanted = save_adapter(tmp_path / "wanted", base, **named)
+    change = {"target_modules": ["experts", "q_proj"], "target_parameters": None}
+    adapter = faults.edited(wanted, tmp_path / "adapter", config=lambda c: c.update(change))
+    with pytest.raises(AdapterError, match='take "experts" out of target_modules, and write the parameters into'):
+        load_peft_on_rank(base, adapter)
+    assert {found.code for found in check_checkpoint(adapter).findings} == {"load-refused"}
+    again = faults.edited(adapter, tmp_path / "again", config=lambda c: c.update(named))
+    assert torch.equal(logits(load_peft_on_rank(base, again)), logits(load_peft_on_rank(base, wanted)))
