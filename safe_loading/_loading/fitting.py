@@ -13,16 +13,21 @@ from safe_loading._core.names import PEFT_PREFIX, without_peft_prefix
 from safe_loading._model.peft_layers import without_peft_levels
 
 
-def what_would_fit(tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, config: PeftConfig) -> str | None:
+def what_would_fit(
+    tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, config: PeftConfig, fitting: Iterable[str]
+) -> str | None:
     """Return the key mapping with which all these tensors lead to modules, as a call has it; None if there is none.
 
-    ``tensors`` are those that lead nowhere, by their keys with peft's prefix.
+    ``tensors`` are those that lead nowhere, by their keys with peft's prefix; ``fitting`` are the keys of all others,
+    which it must leave as they are.
     """
     paths = {without_peft_prefix(key).split(".lora_")[0] for key in tensors if ".lora_" in key}
     if not paths:
         return None
     mapping = _mapping(paths, tensors, base, config)
-    return None if mapping is None else f"key_mapping={mapping!r}"
+    if mapping is None or any(re.search(pattern, without_peft_prefix(key)) for pattern in mapping for key in fitting):
+        return None
+    return f"key_mapping={mapping!r}"
 
 
 def _mapping(

@@ -144,7 +144,7 @@ def _match_base_weights(
     embedding_modules = {key.rpartition(".")[0] for key, tensor in tensors.items() if id(tensor) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
     nowhere = {key: v for key, v in without_slot.items() if key not in tensors and _module_of(key) not in modules}
-    fitting = what_would_fit(nowhere, base_of(model), config) if nowhere else None
+    fitting = what_would_fit(nowhere, base_of(model), config, match.values) if nowhere else None
     whole = any(".base_layer." in key and key.rpartition(".")[0] not in embedding_modules for key in without_slot)
     for key, value in without_slot.items():
         tensor = tensors.get(key)

@@ -200,6 +200,29 @@ def test_a_model_of_another_library_is_passed(tmp_path: Path, tiny_llama: Path) 
     assert torch.equal(loaded(torch.ones(4)), expected)
 
 
+class WithProjection(torch.nn.Module):
+    """A text model under a name, and a layer beside it, as ColPali's are."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.custom_text_proj = torch.nn.Linear(32, 8)
+
+
+def test_no_key_mapping_is_named_that_would_move_what_fits(tmp_path: Path, tiny_llama: Path) -> None:
+    base = WithProjection(AutoModelForCausalLM.from_pretrained(tiny_llama).model)
+    config = LoraConfig(r=2, target_modules=["q_proj", "custom_text_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(str(tmp_path / "adapter"))  # type: ignore[arg-type]
+    named = {key.replace(".body.", "."): each for key, each in load_file(tmp_path / "adapter" / faults.WEIGHTS).items()}
+    adapter = faults.edited(tmp_path / "adapter", tmp_path / "named", tensors=lambda _: named)
+    plain = WithProjection(AutoModelForCausalLM.from_pretrained(tiny_llama).model)
+    with pytest.raises(AdapterError, match=r"no module 'layers\.0") as refused:
+        load_peft_on_rank(adapter, plain)  # type: ignore[arg-type]
+    assert "pass key_mapping" not in str(refused.value)  # "^" is before custom_text_proj, too
+    model = load_peft_on_rank(adapter, plain, key_mapping={r"^layers\.": "body.layers."})  # type: ignore[arg-type]
+    assert model.load_report.ok
+
+
 def test_a_revision_that_is_not_of_the_base_is_told(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     cache = tmp_path / "cache" / "models--owner--base"
     shutil.copytree(tiny_llama, cache / "snapshots" / ("a" * 40))
