@@ -129,4 +129,6 @@ def _advice(folder: Path) -> str:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
     if subfolders:
         return f" Its subfolders {subfolders} are: pass adapter_subfolder=."
+    if (folder / ADAPTER_SINGLE).exists():  # as optimum-neuron consolidates the shards of an adapter
+        return f" Copy the one there that was saved with its {ADAPTER_SINGLE}."
     return " Pass the folder that save_pretrained of a PeftModel wrote as the adapter; the base is another argument."

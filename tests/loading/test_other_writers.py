@@ -320,6 +320,17 @@ def test_the_tensors_of_a_whole_model_load_once_those_of_the_base_are_removed(
     )
 
 
+def test_weights_without_their_config_load_once_it_is_copied(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    """As optimum-neuron consolidates the shards of an adapter."""
+    shutil.copytree(tiny_adapter, tmp_path / "adapter", ignore=shutil.ignore_patterns(faults.CONFIG))
+    with pytest.raises(CheckpointNotFound, match=r"Copy the one there that was saved with its adapter_model"):
+        load_peft_on_rank(tmp_path / "adapter", tiny_llama)
+    shutil.copy(tiny_adapter / faults.CONFIG, tmp_path / "adapter")
+    assert load_peft_on_rank(tmp_path / "adapter", tiny_llama).load_report.ok
+
+
 def test_a_lora_whose_file_is_empty_is_to_be_saved_again(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     """As alpaca-lora's script left it with later releases of peft."""
     adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
