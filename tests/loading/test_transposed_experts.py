@@ -122,7 +122,10 @@ def test_every_way_adds_to_the_right_columns(tmp_path: Path, layout: str, sizes:
 def test_fused_experts_whose_module_is_named_load_once_their_parameters_are(tmp_path: Path, family: str) -> None:
     """As prime-rl writes gpt-oss for vLLM; peft refuses the module."""
     base = save_base(tmp_path / "base") if family == "gpt_oss" else save_base_of(tmp_path / "base", family)
-    named = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    named: dict[str, Any] = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }
     wanted = save_adapter(tmp_path / "wanted", base, **named)
     change = {"target_modules": ["experts", "q_proj"], "target_parameters": None}
     adapter = faults.edited(wanted, tmp_path / "adapter", config=lambda c: c.update(change))
