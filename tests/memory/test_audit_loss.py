@@ -198,6 +198,29 @@ def test_the_size_of_the_error_and_the_fix() -> None:
     assert audit_model(model, step, forecast=False).ok
 
 
+class Ranking(Wrapper):
+    """A cross-encoder: a loss over the scores of rows, in which no token counts."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        out.loss = nn.functional.logsigmoid(out.logits[:, -1, 5]).neg().mean()
+        return out
+
+
+def test_a_wrapper_with_a_loss_of_its_own_loses_no_number_of_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, gradients = Ranking(_adapted()), []
+    for steps in (1, 4):
+        trainer = trainer_of(model, ragged, tmp_path, steps)
+        trainer.add_callback(kept := Gradients())
+        trainer.train()
+        gradients.append(kept.kept)
+    assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6)
+    for given in ({}, {"trainer": trainer}):
+        assert "SL119" not in {f.code for f in audit_model(trainer.model, STEP, **given, forecast=False).findings}
+    assert not trainer.model.model._forward_pre_hooks
+
+
 class Delegating(Trainer):
     """Adds to the loss that the Trainer reads."""
 

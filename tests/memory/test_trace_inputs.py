@@ -393,3 +393,28 @@ def test_what_is_no_tensor_inside_a_batch_is_refused() -> None:
     wrong: Any = {"queries": {"input_ids": ids}, "passages": {"input_ids": [[1, 2]]}}
     with pytest.raises(ArgumentError, match=r"passages is a dict; .*dicts and lists of tensors"):
         predict_memory(Pairs(), Workload.train(2, 8), inputs=wrong)
+
+
+class Critic(transformers.LlamaPreTrainedModel):
+    """A model of one's own that takes what it names, as OpenRLHF's critic does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> torch.Tensor:
+        values: torch.Tensor = self.score(self.model(input_ids, attention_mask=attention_mask).last_hidden_state)
+        return values
+
+
+def test_an_adapter_passes_no_more_than_its_base_takes() -> None:
+    base = Critic(transformers.LlamaConfig(**LLAMA, vocab_size=101))
+    model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).train()
+
+    def step() -> None:
+        batch = tokens(model, 2, 16)
+        model(**batch).mean().backward()
+
+    assert above_start(trace_step(model, TRAIN), "forward", "backward") == peak_above_start(step)

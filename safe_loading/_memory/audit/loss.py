@@ -33,6 +33,7 @@ class TokenCountUse:
     """The model's use of the number of tokens in a step."""
 
     passed: bool = False  # the model was called with it, and returned a loss
+    missed: bool = False  # the model in a wrapper was called with labels, and without it
     used: bool = False  # something was computed with it
 
 
@@ -44,7 +45,8 @@ def watching_token_count(audited: AuditedModel) -> Iterator[TokenCountUse]:
         with _passing_count(model, type(model), needed=audited.trainer is not None) as use:
             yield use
     else:
-        yield TokenCountUse()
+        with _watching_labels(audited.inner) as use:
+            yield use
 
 
 def check_denominator(audited: AuditedModel, workload: Workload, use: TokenCountUse) -> Iterator[Finding]:
@@ -63,7 +65,7 @@ def check_denominator(audited: AuditedModel, workload: Workload, use: TokenCount
         # some heads of transformers drop it too, which does no harm in a step of one micro-batch
         if use.passed and not use.used and (factor > 1 or _own_loss_uses_count(audited)):
             yield _dropped(audited, factor)
-    elif audited.wrapped and _trainer_passes_count(audited.inner) and _own_loss_uses_count(audited):
+    elif audited.wrapped and use.missed and _trainer_passes_count(audited.inner) and _own_loss_uses_count(audited):
         yield _not_passed(audited)
 
 
@@ -141,6 +143,24 @@ def _own_loss_uses_count(audited: AuditedModel) -> bool:
     except TraceError:
         return False
     return use.used
+
+
+@contextlib.contextmanager
+def _watching_labels(model: torch.nn.Module) -> Iterator[TokenCountUse]:
+    """Inside, it is noted whether the model computes a loss: a wrapper may have one of its own, without tokens."""
+    use = TokenCountUse()
+
+    def note(_: torch.nn.Module, __: object, kwargs: dict[str, object]) -> None:
+        use.missed |= isinstance(kwargs.get("labels"), torch.Tensor)
+
+    # wrappers call the PeftModel, or the base in it
+    models = {id(each): each for each in (model, _unwrapped(model))}.values()
+    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in models]
+    try:
+        yield use
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
     """
     names: dict[str, bool] = {}
     passed: set[str] = set()  # by a forward itself, beside its **kwargs, which may then not hold them
+    caches = False
     for _ in range(_MOST_WRAPPERS):
         for forward in _forwards(model):
             parameters = inspect.signature(forward).parameters
@@ -57,13 +58,14 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
             if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
                 return names
             passed |= _passed_beside_others(forward) - names.keys()
-        caches = hasattr(text_config(getattr(model, "config", None)), "use_cache")
-        if caches and "use_cache" not in passed | _passed_beside_others(engine_base(model).forward):
-            names.setdefault("use_cache", False)  # which the model inside it takes
+        has_cache = hasattr(text_config(getattr(model, "config", None)), "use_cache")
+        caches |= has_cache and "use_cache" not in passed | _passed_beside_others(engine_base(model).forward)
         inner = _inner_model(model)
         if inner is None:
             break
         model = inner
+    if caches:
+        names.setdefault("use_cache", False)  # every forward takes **kwargs, and the model inside them this
     return names
 
 
