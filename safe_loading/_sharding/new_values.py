@@ -93,20 +93,34 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
     lost. peft itself makes them again here, on a copy of the model without weights. They are the very same values if
     the random generator is where these draws from its seed would leave it (``manual_seed``, ``get_peft_model``, this
     call); otherwise they are drawn from its present state. The generator is left as it was. Raises ArgumentError when
-    the adapter is initialized from the weights of its base, which are not there yet.
+    the adapter is initialized from the weights of its base, which are not there yet. A module of the user's may hold
+    the PeftModel, or several.
     """
     peft: Any = sys.modules.get("peft")
-    if peft is None or not missing or not isinstance(model, peft.PeftModel):
+    if peft is None or not missing:
         return {}
     names = {parameter.name for parameter in missing}
+    adapted: dict[str, tuple[nn.Module, set[str]]] = {}  # by the beginning of their names
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        inside = {name.removeprefix(start) for name in names if name.startswith(start)}
+        if inside and isinstance(module, peft.PeftModel) and not start.startswith(tuple(adapted)):
+            adapted[start] = (module, inside)
+    if not adapted:
+        return {}
+
+    def attached_again() -> dict[str, torch.Tensor]:
+        made = {start: _attached_again(peft, *of_one) for start, of_one in adapted.items()}
+        return {start + name: value for start, values in made.items() for name, value in values.items()}
+
     state = torch.get_rng_state()
     with own_copy_of_generators():
         # first as if the program had seeded, called get_peft_model and drawn nothing else
         torch.manual_seed(torch.initial_seed())
-        values = _attached_again(peft, model, names)
+        values = attached_again()
         if not torch.equal(torch.get_rng_state(), state):
             torch.set_rng_state(state)
-            values = _attached_again(peft, model, names)
+            values = attached_again()
     return values
 
 

@@ -1,4 +1,4 @@
-"""Parameters that a class computes and never saves: positions of Marian, which no folder has."""
+"""Parameters that no folder has: positions that Marian computes, and new adapters inside a user's module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import saved
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import MarianMTModel
+from transformers import LlamaModel, MarianMTModel
 
 from safe_loading import meta_model, wrap_fsdp_meta_safe
 
@@ -43,3 +44,28 @@ def test_they_have_them_under_an_adapter_too(folder: Path) -> None:
     found = dict(wrapped.get_base_model().named_parameters())
     for name in POSITIONS:
         assert torch.equal(found[name].full_tensor(), expected[name])
+
+
+class Reward(nn.Module):
+    """An adapted model and a head, as DeepSpeed-Chat has them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.rwtransformer = model
+        self.v_head = nn.Linear(model.config.hidden_size, 1, device=model.device)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_adapters_inside_a_module_begin_as_peft_began_them(tmp_path: Path) -> None:
+    saved("LlamaModel", tmp_path)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+
+    def made(base: Any) -> Reward:
+        torch.manual_seed(3)
+        return Reward(get_peft_model(base, lora))
+
+    expected = made(LlamaModel.from_pretrained(tmp_path)).rwtransformer.state_dict()
+    init_new: Any = nn.Linear.reset_parameters  # which would fill lora_B, too
+    model = wrap_fsdp_meta_safe(made(meta_model(tmp_path, LlamaModel)), tmp_path, init_new=init_new)
+    for name, value in model.rwtransformer.state_dict().items():
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
