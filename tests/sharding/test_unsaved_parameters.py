@@ -60,12 +60,12 @@ def test_adapters_inside_a_module_begin_as_peft_began_them(tmp_path: Path) -> No
     saved("LlamaModel", tmp_path)
     lora = LoraConfig(r=2, target_modules=["q_proj"])
 
-    def made(base: Any) -> Reward:
+    def made(base: Any) -> Any:
         torch.manual_seed(3)
         return Reward(get_peft_model(base, lora))
 
     expected = made(LlamaModel.from_pretrained(tmp_path)).rwtransformer.state_dict()
     init_new: Any = nn.Linear.reset_parameters  # which would fill lora_B, too
-    model = wrap_fsdp_meta_safe(made(meta_model(tmp_path, LlamaModel)), tmp_path, init_new=init_new)
+    model: Any = wrap_fsdp_meta_safe(made(meta_model(tmp_path, LlamaModel)), tmp_path, init_new=init_new)
     for name, value in model.rwtransformer.state_dict().items():
         assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
