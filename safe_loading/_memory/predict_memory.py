@@ -95,8 +95,9 @@ def predict_memory(
             not the package of the method is installed.
         workload: What is run, for example ``Workload.train(batch_size=4, sequence_length=1024)``.
         inputs: Inputs by argument name, for models that take more than tokens: images, audio, a batch of your
-            collator, of tensors or of dicts and lists of tensors. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
-            places of images in a text. Inputs that are not passed are made from the workload.
+            collator, of tensors or of dicts and lists of tensors. Their shapes and dtypes count; integers that are not
+            on meta keep their values, such as the places of images in a text. Inputs that are not passed are made from
+            the workload.
         capability: Compute capability of the GPU, on which the attention kernels and the size of cuBLAS's scratch
             depend, and whether quantized weights stay so or are dequantized: (7, 5) a T4, (8, 0) an A100, (8, 9)
             an L4 or RTX 4090, (9, 0) an H100. None takes an A100, and an H100 for fp8, which an A100 does not run.
