@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import base_files, folder_here, resolve
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.other_things import is_adapter_alone, not_a_model
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding, counted
@@ -27,7 +28,7 @@ from safe_loading._model.layout.reading import ShardTarget, differing, differing
 from safe_loading._model.layout.window import Window
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
-from safe_loading.errors import CheckpointNotFound, RanksDisagree
+from safe_loading.errors import CheckpointError, CheckpointNotFound, RanksDisagree
 
 from .added_after_wrap import is_adapter_layer
 from .four_bit import FourBitWeight, differing_packed, four_bit_weights, read_packed
@@ -160,18 +161,21 @@ def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
 
 def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     """Untie weights on meta that the class ties and a folder holds as two values; return the new parameters."""
-    base, _ = base_of(setup.model)
+    base, prefix = base_of(setup.model)
     ties: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     tied = [each for each in parameters_of(base) if len(each.names) > 1 and each.is_meta]
     if path is None or isinstance(setup.values.source, OpenedFolder) or not ties or not tied:
         return []
     rename = _without_adapters(base)
-    apart = {pair.target for pair in _matched(path, base, rename).two_values} & ties.keys()
+    source, name_in_folder = _matched(setup, path)
+    apart = {pair.target for pair in source.two_values}
     made = []
     for each in tied:
         for name, (module, attribute) in zip(each.names, each.places, strict=True):
             # A copy that an adapter saves has the adapter's values, and is tied as the adapter ties it.
-            if ".modules_to_save." not in name and (own := rename(name)) in apart:
+            if ".modules_to_save." in name or name_in_folder(prefix + name) not in apart:
+                continue
+            if (own := rename(name)) in ties:
                 made.append(nn.Parameter(torch.empty_like(each.tensor), each.tensor.requires_grad))
                 module._parameters[attribute] = made[-1]
                 del ties[own]
@@ -182,10 +186,8 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
     """Read the headers, and match them with the model; raises CheckpointError where they do not fit."""
     if path is None:
         return Folder()
-    base, prefix = base_of(setup.model)
-    rename = _without_adapters(base)
     opened = setup.values.source
-    source = opened.source if isinstance(opened, OpenedFolder) else _matched(path, base, rename)
+    source, name_in_folder = (opened.source, canonical) if isinstance(opened, OpenedFolder) else _matched(setup, path)
     disk_name = {}
     through = {}
     for tensor in setup.tensors.all:
@@ -193,7 +195,7 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
         if origin is not None and origin.through is not None:
             through[tensor.name] = origin.through
         for name in tensor.names:
-            inside = rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            inside = name_in_folder(name)
             if isinstance(opened, OpenedFolder):
                 inside = origin.name if origin is not None else None  # what has none is the script's own
             if inside is not None and tensor.persistent and source.stored_as(inside) is not None:
@@ -208,7 +210,25 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
     return Folder(source, disk_name, through, _digest(source), findings, four_bit)
 
 
-def _matched(path: Path, base: nn.Module, rename: Rename) -> CheckpointSource:
+def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
+    """Match a folder with the base inside a model, or with the model itself, of whose ``state_dict()`` it is.
+
+    The function returned gives the name in the folder of a tensor of the model; None for what no folder has.
+    """
+    base, prefix = base_of(setup.model)
+    rename = _without_adapters(base)
+    try:
+        source = _opened(path, base, rename)
+    except CheckpointError:
+        named = ModelFolder(path).read_checkpoint().tensors.keys()
+        own = named & {name for each in setup.tensors.all for name in each.names}
+        if base is setup.model or 2 * len(own) <= len(named):
+            raise
+        return _opened(path, setup.model, canonical), canonical
+    return source, lambda name: rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
+
+
+def _opened(path: Path, base: nn.Module, rename: Rename) -> CheckpointSource:
     source = open_source(path, base, is_new=lambda name: True, heads=True, names=rename)
     if source.layout.mismatched:
         # opened again to be refused: everything may be missing here, as rank 0 may have it, but no shape may differ

@@ -1,15 +1,20 @@
-"""Copies of a checkpoint that differ only in values: their digests, which the ranks compare, differ too."""
+"""Folders as sources of a wrap: digests of copies that differ only in values, and the names of a user's own module."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from safe_loading import CheckpointError, wrap_fsdp_meta_safe
 from safe_loading._sharding.checkpoint_folder import _digest
 from safe_loading._sharding.open_source import open_source
 
@@ -46,3 +51,51 @@ def test_a_file_smaller_than_a_sample_is_hashed_whole(tmp_path: Path) -> None:
     small = nn.Linear(1, 1, bias=False)
     one, other = (_digest(open_source(tmp_path / str(number), small)) for number in range(2))
     assert one != other
+
+
+class Flamingo(nn.Module):
+    """A language model and a part of the user's own."""
+
+    def __init__(self, *, adapted: bool, tied: bool) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **sizes))
+        self.lang_encoder = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if adapted else model
+        self.perceiver = nn.Linear(32, 4)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_folder_of_a_users_module_has_its_names(tmp_path: Path, adapted: bool, tied: bool) -> None:
+    expected = {name: value.clone() for name, value in Flamingo(adapted=adapted, tied=tied).state_dict().items()}
+    save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = Flamingo(adapted=adapted, tied=tied)
+    found = wrap_fsdp_meta_safe(model, tmp_path).state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_tie_that_the_folder_of_a_users_module_has_not_is_cut(tmp_path: Path) -> None:
+    expected = {name: value.clone() for name, value in Flamingo(adapted=False, tied=True).state_dict().items()}
+    expected["lang_encoder.lm_head.weight"] += 1
+    save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = Flamingo(adapted=False, tied=True)
+    wrapped: Any = wrap_fsdp_meta_safe(model, tmp_path)
+    head, embeddings = wrapped.lang_encoder.lm_head.weight, wrapped.lang_encoder.model.embed_tokens.weight
+    assert torch.equal(head.full_tensor(), embeddings.full_tensor() + 1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_with_more_than_a_users_module_is_refused(tmp_path: Path) -> None:
+    saved = {name: value.clone() for name, value in Flamingo(adapted=False, tied=False).state_dict().items()}
+    save_file({**saved, "other.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = Flamingo(adapted=False, tied=False)
+    with pytest.raises(CheckpointError, match=r"does not fit this Flamingo; .*:\n.*other\.weight: .*$") as refused:
+        wrap_fsdp_meta_safe(model, tmp_path)
+    assert "lang_encoder" not in str(refused.value)
