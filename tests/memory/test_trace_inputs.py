@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -386,6 +386,11 @@ def test_batches_inside_a_batch_are_traced_as_their_tensors() -> None:
         assert found.reserved_peak_bytes == expected.reserved_peak_bytes
         audited = audit_model(Pairs(), step, inputs=inputs)
         assert [each.code for each in audited.findings] == ["SL101"]
+
+
+def test_the_types_of_inputs_can_be_resolved() -> None:
+    for verb in (predict_memory, audit_model):
+        assert torch.Tensor in get_args(get_args(get_args(get_type_hints(verb)["inputs"])[0])[1])
 
 
 def test_what_is_no_tensor_inside_a_batch_is_refused() -> None:

@@ -21,8 +21,9 @@ from .ledger import Ledger
 _KEPT: ContextVar[dict[str, object] | None] = ContextVar("the kept output", default=None)
 _DEEPEST_CACHE = 6  # containers and objects inside one another
 
-# what a batch of a collator holds by the names of a forward's arguments: tensors, or batches of them inside
-Nested: TypeAlias = torch.Tensor | Mapping[str, "Nested"] | Sequence["Nested"]
+# What a batch of a collator holds by the names of a forward's arguments: tensors, or batches of them inside. Not
+# recursive, so that get_type_hints resolves it in the signatures of verbs.
+Nested: TypeAlias = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 Inputs: TypeAlias = Mapping[str, Nested]
 
 
