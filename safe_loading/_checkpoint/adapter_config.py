@@ -37,7 +37,8 @@ _OF_ADAPTERHUB = "it is an adapter of AdapterHub, with modules that peft does no
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")  # the last as ms-swift spells it
-# The factors of all experts of a layer, as peft names those of target_parameters, and vLLM takes them without.
+# The factors of all experts of a layer, as peft names those of target_parameters. vLLM takes such a file with a config
+# that names the module of the experts.
 OF_FUSED_EXPERTS = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.")
 TO_PARAMETERS = (
     'take "experts" out of target_modules, and write the parameters into target_parameters, such as '

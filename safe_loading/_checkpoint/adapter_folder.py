@@ -102,7 +102,7 @@ def read_adapter_config(resolved: Resolved, opened: ModelFolder | None = None) -
     read = None if opened is None else opened.inspect_checkpoint(kind="adapter")[0]
     header = None if read is None else read.headers.get(ADAPTER_SINGLE)
     header = read_header(weights) if stamps and header is None else header
-    if header is not None and (other := names_of_others(weights, header.tensors)) is not None:
+    if header is not None and (other := names_of_others(weights, header.tensors, config)) is not None:
         raise AdapterError(f"{folder} {other.message}. {other.fix[0].upper()}{other.fix[1:]}.")
     shapes = None if header is None else {name: info.shape for name, info in header.tensors.items()}
     if by_mlx:
@@ -129,6 +129,7 @@ def _advice(folder: Path) -> str:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
     if subfolders:
         return f" Its subfolders {subfolders} are: pass adapter_subfolder=."
-    if (folder / ADAPTER_SINGLE).exists():  # as optimum-neuron consolidates the shards of an adapter
-        return f" Copy the one there that was saved with its {ADAPTER_SINGLE}."
+    for weights in (ADAPTER_SINGLE, ADAPTER_PICKLE):
+        if (folder / weights).exists():  # as optimum-neuron consolidates the shards of an adapter
+            return f" Copy the {ADAPTER_CONFIG} there that was saved with {weights}."
     return " Pass the folder that save_pretrained of a PeftModel wrote as the adapter; the base is another argument."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,14 +153,16 @@ def _named_for_pipeline(path: Path, key: str) -> OtherThing:
     return OtherThing(message, _THERE)
 
 
-def names_of_others(path: Path, keys: Iterable[str]) -> OtherThing | None:
+def names_of_others(path: Path, keys: Iterable[str], config: Mapping[str, object]) -> OtherThing | None:
     """Return the name of a file whose keys have no dots between modules, or names that Tinker alone has; else None.
 
     kohya's scripts write the first: nothing tells which module such a key is of, whatever config lies beside the file.
+    A config that lists its modules is of somebody else than Tinker.
     """
+    listed = isinstance(config.get("target_modules"), list)
     for key in keys:
         if _FLAT.match(key):
             return _named_for_pipeline(path, key)
-        if _OF_TINKER.fullmatch(key):
+        if not listed and _OF_TINKER.fullmatch(key):
             return OtherThing(f"is an adapter with the names of modules that Tinker has, by {key!r:.120}", _TINKER_FIX)
     return None

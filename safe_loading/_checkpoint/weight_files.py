@@ -27,9 +27,12 @@ _ITS_FOLDER = ", and pass the folder that this writes"
 _OF_OTHERS = {
     r"model_world_size_\d+_rank_\d+\.pt": f"merge these shards with verl (verl.model_merger){_ITS_FOLDER}",
     r"lit_model\.pth(\.lora)?": f"convert this model of LitGPT (merge_lora, then convert_from_litgpt){_ITS_FOLDER}",
-    r"consolidated(\.\d+)?\.(pth|safetensors)": "take the files in the format of transformers that its publisher has",
+    r"consolidated([.-].+)?\.(pth|safetensors)": "take the files in the format of transformers that its publisher has",
     r"common\.pt": f"convert this checkpoint of Megatron (export_ckpt of Megatron-Bridge's AutoBridge){_ITS_FOLDER}",
-    r"__\d+_\d+\.distcp|pytorch_model_fsdp_\d+": f"merge these shards with `accelerate merge-weights`{_ITS_FOLDER}",
+    r"__\d+_\d+\.distcp|pytorch_model_fsdp_\d+": (
+        "merge these shards with `accelerate merge-weights FOLDER OUTPUT`, where FOLDER is the one with .metadata, "
+        "copy config.json and the tokenizer into OUTPUT, and pass that"
+    ),
 }
 
 _CONVERT_ONE = """\

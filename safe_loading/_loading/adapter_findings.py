@@ -42,7 +42,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: Jso
         return [fault("adapter-config", path, *other)]
     problems = config_problems(config)
     other_rank = factors_of_other_rank(config, shapes)
-    if other_rank and names_of_others(folder, shapes) is None:  # which a load refuses with its reason
+    if other_rank and names_of_others(folder, shapes, config) is None:  # a load names the program
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _CORRECT) for problem in problems]

@@ -328,7 +328,8 @@ def _way_of_fused_experts(config: PeftConfig, base: torch.nn.Module, error: Exce
 
 def _way_of_their_module(adapter: Adapter, error: Exception) -> str:
     """Return the way where the config names the module of experts of which the file has the parameters; else empty."""
-    if "is not supported" not in str(error) or not any(OF_FUSED_EXPERTS.search(key) for key in adapter.tensors):
+    named = adapter.facts.config.get("target_parameters")
+    if named or "is not supported" not in str(error) or not any(map(OF_FUSED_EXPERTS.search, adapter.tensors)):
         return ""
     return f" The file has the factors of all experts of a layer as one: {TO_PARAMETERS}."
 

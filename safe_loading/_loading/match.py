@@ -15,6 +15,7 @@ from safe_loading._checkpoint.adapter_config import OF_FUSED_EXPERTS, TO_PARAMET
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import CLASSIFIER_HEADS, PEFT_PREFIX, ancestors, nearest, without_peft_prefix
 from safe_loading._core.report import Finding, one_for_all_layers
+from safe_loading._model.embeddings_and_head import tied_head_of
 from safe_loading._model.peft_layers import base_of, without_peft_levels
 
 from .fitting import what_would_fit
@@ -144,8 +145,8 @@ def _match_base_weights(
     embedding_modules = {key.rpartition(".")[0] for key, tensor in tensors.items() if id(tensor) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
     nowhere = {key: v for key, v in without_slot.items() if key not in tensors and _module_of(key) not in modules}
-    fitting = what_would_fit(nowhere, base_of(model), config, match.values) if nowhere else None
-    whole = any(".base_layer." in key and key.rpartition(".")[0] not in embedding_modules for key in without_slot)
+    fitting = what_would_fit(nowhere, base_of(model), config, [*match.values, *tensors]) if nowhere else None
+    whole = any(key.endswith(_INNER_WEIGHT) and key.rpartition(".")[0] not in embedding_modules for key in without_slot)
     for key, value in without_slot.items():
         tensor = tensors.get(key)
         if tensor is None:
@@ -262,7 +263,7 @@ def _undeclared(file: str, key: str, value: torch.Tensor, whole: bool) -> Findin
     )
     fix = f"add {module.rpartition('.')[2]!r} to modules_to_save in adapter_config.json, or remove the tensor"
     if whole:  # the state_dict() of a PeftModel
-        fix = "remove all tensors of the base from the file, and keep those that have lora_ in their names"
+        fix = "remove all tensors of the base from the file (with base_layer in their names, or of no adapted layer)"
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
@@ -329,11 +330,13 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
                 "adapter_config.json is that of the training"
             )
             return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
-        if adapter in getattr(model.get_submodule(path), "lora_embedding_A", ()):
+        head = tied_head_of(base_of(model))
+        if head is not None and adapter in getattr(model.get_submodule(path), "lora_embedding_A", ()):
             message = (
-                f"it is of the factors of a linear layer, and {name!r} is an embedding: a tied head was trained so"
+                f"its factors are those of a linear layer, such as {head!r}, and the tied {name!r} is an embedding"
             )
-            fix = f'write "lm_head" in its place into target_modules, and pass key_mapping={{"{name}": "lm_head"}}'
+            mapping = {f"^{re.escape(name)}": head}
+            fix = f'write "{head}" in its place into target_modules, and pass key_mapping={mapping}'
             return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "

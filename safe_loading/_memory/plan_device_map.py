@@ -91,7 +91,8 @@ def plan_device_map(
         verify: Whether the step is run with the map, on simulated devices. Modules whose tensors meet there from two
             devices are kept together, and the plan is made again.
         overhead: Bytes to keep free on each accelerator, or by device. None keeps nothing free under explicit limits.
-        inputs: Tensors by argument name, whose shapes and dtypes are used, for models whose inputs are not tokens.
+        inputs: Tensors, or dicts and lists of them, by argument name, whose shapes and dtypes are used, for models
+            whose inputs are not tokens.
         auto_class: The class to build from a config, or its name; by default the one that the config names.
         attn_implementation: As for ``from_pretrained``; it changes what activations take.
         revision: Branch, tag or commit of a hub id.

@@ -34,6 +34,15 @@ def embeddings_and_head_of(model: object) -> EmbeddingsAndHead:
     return EmbeddingsAndHead(_ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings"))
 
 
+def tied_head_of(model: torch.nn.Module) -> str | None:
+    """Return the name of a head that has the embeddings' weight; None where there is none."""
+    found = embeddings_and_head_of(model)
+    embeddings, head = found.weights
+    if head is None or embeddings is not head:
+        return None
+    return next((name for name, module in model.named_modules() if module is found.head), None)
+
+
 def tied_ends_of(model: object) -> EmbeddingsAndHead | None:
     """Return the head and the embeddings that config and class tie it to, whether or not they hold it tied now.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -217,14 +218,18 @@ def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
     """
     base, prefix = base_of(setup.model)
     rename = _without_adapters(base)
+    own = {name for each in setup.tensors.all for name in each.names}
     try:
         source = _opened(path, base, rename)
     except CheckpointError:
         named = ModelFolder(path).read_checkpoint().tensors.keys()
-        own = named & {name for each in setup.tensors.all for name in each.names}
-        if base is setup.model or 2 * len(own) <= len(named):
+        # names of both are those of the base, to which the error is
+        if prefix in ("", f"{getattr(base, 'base_model_prefix', '')}.") or 2 * len(named & own) <= len(named):
             raise
         return _opened(path, setup.model, canonical), canonical
+    if prefix and any(head.partition(":")[0] in own for head in source.heads):
+        with contextlib.suppress(CheckpointError):  # a head of another task that has the name of the module's own
+            return _opened(path, setup.model, canonical), canonical
     return source, lambda name: rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
 
 

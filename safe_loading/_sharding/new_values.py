@@ -102,9 +102,10 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
     names = {parameter.name for parameter in missing}
     adapted: dict[str, tuple[nn.Module, set[str]]] = {}  # by the beginning of their names
     for path, module in model.named_modules():
-        start = f"{path}." if path else ""
-        inside = {name.removeprefix(start) for name in names if name.startswith(start)}
-        if inside and isinstance(module, peft.PeftModel) and not start.startswith(tuple(adapted)):
+        start = f"{own}." if (own := canonical(path)) else ""
+        if not isinstance(module, peft.PeftModel) or start.startswith(tuple(adapted)):
+            continue
+        if inside := {name.removeprefix(start) for name in names if name.startswith(start)}:
             adapted[start] = (module, inside)
     if not adapted:
         return {}

@@ -198,7 +198,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_loading/match.py": {
         "set {} to true in adapter_config.json": _MENDED,
-        'write "lm_head" in its place': "loading/test_other_writers.py::"
+        'write "{}" in its place': "loading/test_other_writers.py::"
         "test_a_lora_of_a_tied_head_under_the_name_of_the_embedding_is_told",
         "remove all tensors of the base": "loading/test_other_writers.py::"
         "test_the_tensors_of_a_whole_model_load_once_those_of_the_base_are_removed",

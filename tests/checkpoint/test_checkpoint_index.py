@@ -340,7 +340,7 @@ def test_weights_that_other_programs_keep_for_themselves_are_named_with_their_ro
         ("lit_model.pth.lora", "convert this model of LitGPT (merge_lora, then convert_from_litgpt)"),
         ("consolidated.00.pth", "take the files in the format of transformers"),
         ("common.pt", "convert this checkpoint of Megatron"),
-        ("__0_0.distcp", "merge these shards with `accelerate merge-weights`"),
+        ("__0_0.distcp", "merge these shards with `accelerate merge-weights FOLDER OUTPUT`"),
     ):
         (tmp_path / name).touch()
         _, (found, *_) = inspect_checkpoint(tmp_path)
@@ -358,7 +358,7 @@ def test_shards_of_torch_are_merged_as_the_advice_says(tmp_path):
     torch.distributed.checkpoint.save({"model": {"w": torch.ones(4)}}, checkpoint_id=str(shards), no_dist=True)
     for folder in (tmp_path, shards):
         _, (found, *_) = inspect_checkpoint(folder)
-        assert "merge these shards with `accelerate merge-weights`" in found.fix
+        assert "merge these shards with `accelerate merge-weights FOLDER OUTPUT`" in found.fix
     merge_fsdp_weights(str(shards), str(tmp_path / "merged"))
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["w"], torch.ones(4))
 

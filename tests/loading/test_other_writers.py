@@ -95,11 +95,22 @@ def test_an_adapter_as_tinker_keeps_it_is_named(
 ) -> None:
     """Its own names: the head is model.unembed_tokens, and experts are one, of three dimensions."""
     own = {f"base_model.model.{name}.lora_A.weight": torch.ones(1, 4, 32)}
-    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", tensors=lambda tensors: {**tensors, **own})
+    adapter = faults.edited(
+        tiny_adapter,
+        tmp_path / "adapter",
+        tensors=lambda tensors: {**tensors, **own},
+        config=lambda config: config.update(target_modules="all-linear"),
+    )
     with pytest.raises(AdapterError, match=rf"names of modules that Tinker has, by .*{name}.* with build_lora_adapter"):
         load_peft_on_rank(adapter, tiny_llama)
     (found,) = check_checkpoint(adapter).findings
     assert "build_lora_adapter" in found.message
+    edited = faults.edited(
+        adapter, tmp_path / "edited", config=lambda config: config.update(target_modules=["lm_head"])
+    )
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(edited, tiny_llama)
+    assert "Tinker" not in str(refused.value)  # a key mapping may lead it to the modules of a config that names them
 
 
 def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -325,7 +336,7 @@ def test_weights_without_their_config_load_once_it_is_copied(
 ) -> None:
     """As optimum-neuron consolidates the shards of an adapter."""
     shutil.copytree(tiny_adapter, tmp_path / "adapter", ignore=shutil.ignore_patterns(faults.CONFIG))
-    with pytest.raises(CheckpointNotFound, match=r"Copy the one there that was saved with its adapter_model"):
+    with pytest.raises(CheckpointNotFound, match=r"Copy the adapter_config\.json there that was saved with adapter_mo"):
         load_peft_on_rank(tmp_path / "adapter", tiny_llama)
     shutil.copy(tiny_adapter / faults.CONFIG, tmp_path / "adapter")
     assert load_peft_on_rank(tmp_path / "adapter", tiny_llama).load_report.ok
@@ -352,13 +363,11 @@ def test_a_lora_of_a_tied_head_under_the_name_of_the_embedding_is_told(tmp_path:
     }
     change = {"target_modules": ["q_proj", "embed_tokens"]}
     adapter = faults.edited(wanted, tmp_path / "adapter", tensors=lambda _: named, config=lambda c: c.update(change))
-    said = re.escape(
-        'write "lm_head" in its place into target_modules, and pass key_mapping={"model.embed_tokens": "lm_head"}'
-    )
-    with pytest.raises(AdapterError, match=rf"factors of a linear layer, .* is an embedding: .*{said}"):
+    mapping = {r"^model\.embed_tokens": "lm_head"}
+    said = re.escape(f'write "lm_head" in its place into target_modules, and pass key_mapping={mapping}')
+    with pytest.raises(AdapterError, match=rf"factors are those of a linear layer, .* is an embedding\. Fix: {said}"):
         load_peft_on_rank(adapter, base)
     shutil.copy(wanted / faults.CONFIG, adapter)
-    mapping = {"model.embed_tokens": "lm_head"}
     model = load_peft_on_rank(adapter, base, key_mapping=mapping)
     assert torch.equal(logits(model), logits(load_peft_on_rank(wanted, base)))
 

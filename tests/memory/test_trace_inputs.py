@@ -396,7 +396,7 @@ def test_the_types_of_inputs_can_be_resolved() -> None:
 def test_what_is_no_tensor_inside_a_batch_is_refused() -> None:
     ids = torch.ones(2, 8, dtype=torch.long)
     wrong: Any = {"queries": {"input_ids": ids}, "passages": {"input_ids": [[1, 2]]}}
-    with pytest.raises(ArgumentError, match=r"passages is a dict; .*dicts and lists of tensors"):
+    with pytest.raises(ArgumentError, match=r"passages\['input_ids'\]\[0\]\[0\] is a int; .*dicts and lists of te"):
         predict_memory(Pairs(), Workload.train(2, 8), inputs=wrong)
 
 

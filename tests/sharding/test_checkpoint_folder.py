@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from safe_loading import CheckpointError, wrap_fsdp_meta_safe
 from safe_loading._sharding.checkpoint_folder import _digest
@@ -76,6 +76,47 @@ def test_a_folder_of_a_users_module_has_its_names(tmp_path: Path, adapted: bool,
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
+
+
+class Scored(nn.Module):
+    """A model under the name that classes of transformers give to the model under a head, and a head of the user's."""
+
+    def __init__(self, kind: type[Any], labels: int = 1) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        self.model = kind(LlamaConfig(vocab_size=64, **sizes))
+        self.score = nn.Linear(32, labels)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForCausalLM])
+def test_a_head_of_the_module_is_read_where_the_model_has_the_name_of_a_base(tmp_path: Path, kind: type[Any]) -> None:
+    expected = {name: value.clone() for name, value in Scored(kind).state_dict().items()}
+    save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    begun: list[nn.Module] = []
+    for init_new in (None, begun.append):
+        with torch.device("meta"):
+            model = Scored(kind)
+        found: Any = wrap_fsdp_meta_safe(model, tmp_path, init_new=init_new).state_dict()
+        assert all(torch.equal(found[name].full_tensor(), value) for name, value in expected.items())
+    assert not begun
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_head_of_another_shape_is_the_modules_own(tmp_path: Path) -> None:
+    expected = Scored(LlamaModel, labels=2).state_dict()
+    save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = Scored(LlamaModel)
+
+    def threes(new: nn.Module) -> None:
+        for parameter in new.parameters(recurse=False):
+            nn.init.constant_(parameter, 3)
+
+    found: Any = wrap_fsdp_meta_safe(model, tmp_path, init_new=threes)
+    assert bool((found.score.weight.full_tensor() == 3).all())
+    norm = "model.norm.weight"
+    assert torch.equal(found.state_dict()[norm].full_tensor(), expected[norm])
 
 
 @pytest.mark.usefixtures("one_rank")

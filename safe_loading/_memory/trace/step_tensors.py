@@ -30,22 +30,30 @@ Inputs: TypeAlias = Mapping[str, Nested]
 def require_tensors(inputs: object) -> None:
     """Refuse inputs that are no tensors by the names of a model's arguments, nor dicts and lists of tensors."""
     given = {} if inputs is None else inputs
-    wrong = [f"the whole is a {type(given).__name__}"]
+    wrong = [f"a {type(given).__name__}"]
     if isinstance(given, Mapping):
-        wrong = [f"{name} is a {type(value).__name__}" for name, value in given.items() if not is_nested(value)]
+        wrong = [found for name, value in given.items() if (found := _no_tensor(str(name), value))]
     if wrong:
         raise ArgumentError(
             f"inputs: {', '.join(wrong)}; pass tensors by argument name, such as {{'pixel_values': torch.empty(4, 3, "
-            f"336, 336)}}, or dicts and lists of tensors, and leave return_loss out, which a step sets."
+            f"336, 336)}}, or dicts and lists of tensors by that name, and leave return_loss out, which a step sets."
         )
+
+
+def _no_tensor(name: str, value: object) -> str:
+    """Return the place of the first value inside another that is no tensor; empty where all are."""
+    inside = (
+        value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list | tuple) else ())
+    )
+    items: list[tuple[object, object]] = [*inside]
+    if not items:
+        return "" if isinstance(value, torch.Tensor) else f"{name} is a {type(value).__name__}"
+    return next((found for key, each in items if (found := _no_tensor(f"{name}[{key!r}]", each))), "")
 
 
 def is_nested(value: object) -> bool:
     """Whether a value is a tensor, or holds nothing but tensors."""
-    items = [*value.values()] if isinstance(value, Mapping) else value
-    if isinstance(items, (list, tuple)):
-        return bool(items) and all(map(is_nested, items))
-    return isinstance(value, torch.Tensor)
+    return not _no_tensor("", value)
 
 
 def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Nested) -> Any:
