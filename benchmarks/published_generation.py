@@ -96,9 +96,9 @@ def compare(row: Row) -> dict[str, Any]:
     found = predict_memory(
         config(row.size, row.codes), workload, attn_implementation="flash_attention_2", capability=AMPERE
     )
-    forecast = found.allocated_peak_bytes / GIB
-    if found.phases["end"] > found.phases["prompt"]:
-        forecast += 2 * 2 * SIZES[row.size][0] * (row.length + NEW_TOKENS) / GIB
+    prompt, end = found.phases["prompt"], found.phases["end"]
+    copies = 2 * 2 * SIZES[row.size][0] * (row.length + NEW_TOKENS)
+    forecast = (found.allocated_peak_bytes - max(prompt, end) + max(prompt, end + copies)) / GIB
     return {**row._asdict(), "forecast": forecast, "off": 100 * (forecast / row.measured - 1)}
 
 
