@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
+GIB = 1 << 30
 CANNOT_RUN = 75  # the status that benchmarks.__main__ takes for "this machine lacks what it needs"
 
 # Nothing downloads, nothing reports, and no progress bar costs time that another method does not pay.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import headline, options, table, with_published, write_json
+from _common import GIB, headline, options, table, with_published, write_json
 from peft import LoraConfig
 from published_generation import config
 from transformers import BitsAndBytesConfig
@@ -24,7 +24,6 @@ from transformers import BitsAndBytesConfig
 from safe_loading import Workload, predict_memory
 
 QUICK = 3
-GIB = 1 << 30
 RTX_4080 = (8, 9)
 MADE: Any = BitsAndBytesConfig  # whose __init__ has no types
 NF4 = MADE(

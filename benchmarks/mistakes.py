@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from _common import headline, options, ratio, table, write_json
+from _common import GIB, headline, options, ratio, table, write_json
 from _recorded import record, redraw
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
@@ -25,7 +25,6 @@ from safe_loading._core.bars import Mark, draw_bars
 from safe_loading._core.cards import card_of
 from safe_loading._memory.forecast.report import MemoryForecast, forecast_bar
 
-GIB = 1 << 30
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _common import headline, options, table, with_published, write_json
+from _common import GIB, headline, options, table, with_published, write_json
 from transformers import PreTrainedConfig, Qwen2Config
 
 from safe_loading import Workload, predict_memory
 
 QUICK = 8
-GIB = 1 << 30
 NEW_TOKENS = 2048
 AMPERE = (8, 0)
 DIGIT = 0.005  # GiB, by which a published figure may be rounded

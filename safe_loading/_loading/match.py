@@ -330,8 +330,8 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
                 "adapter_config.json is that of the training"
             )
             return fault("adapter-key-unexpected", f"{file}: {key}", message, fix)
-        head = tied_head_of(base_of(model))
-        if head is not None and adapter in getattr(model.get_submodule(path), "lora_embedding_A", ()):
+        embedded = adapter in getattr(model.get_submodule(path), "lora_embedding_A", ())
+        if embedded and (head := tied_head_of(base_of(model))) is not None:
             message = (
                 f"its factors are those of a linear layer, such as {head!r}, and the tied {name!r} is an embedding"
             )

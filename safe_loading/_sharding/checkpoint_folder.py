@@ -218,16 +218,18 @@ def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
     """
     base, prefix = base_of(setup.model)
     rename = _without_adapters(base)
+    if not prefix:
+        return _opened(path, base, rename), rename
     own = {name for each in setup.tensors.all for name in each.names}
     try:
         source = _opened(path, base, rename)
     except CheckpointError:
         named = ModelFolder(path).read_checkpoint().tensors.keys()
         # names of both are those of the base, to which the error is
-        if prefix in ("", f"{getattr(base, 'base_model_prefix', '')}.") or 2 * len(named & own) <= len(named):
+        if prefix == f"{getattr(base, 'base_model_prefix', '')}." or 2 * len(named & own) <= len(named):
             raise
         return _opened(path, setup.model, canonical), canonical
-    if prefix and any(head.partition(":")[0] in own for head in source.heads):
+    if any(head.partition(":")[0] in own for head in source.heads):
         with contextlib.suppress(CheckpointError):  # a head of another task that has the name of the module's own
             return _opened(path, setup.model, canonical), canonical
     return source, lambda name: rename(name.removeprefix(prefix)) if name.startswith(prefix) else None

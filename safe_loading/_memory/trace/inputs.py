@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from transformers import GenerationMixin, PreTrainedModel
 
 from safe_loading._core.engines import drops_full_masks
@@ -21,7 +22,7 @@ from safe_loading._model.text_config import text_config
 from safe_loading.errors import ArgumentError, TraceError
 
 from .known_values import KnownValues
-from .step_tensors import Inputs, is_packed, tensor_of, with_tensors
+from .step_tensors import Inputs, is_packed, tensor_of
 
 _KINDS = ("Sequence", "Image", "Audio", "Video")
 _ONE_LABEL_PER_ROW = (
@@ -296,7 +297,7 @@ class StepInputs:
 
     def batch(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments of a forward pass over `columns` tokens in each of `rows` rows."""
-        batch: dict[str, Any] = {name: with_tensors(self._faked, each) for name, each in self._user_inputs.items()}
+        batch: dict[str, Any] = {name: recursively_apply(self._faked, each) for name, each in self._user_inputs.items()}
         shape = self._token_shape(rows, columns)
         token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
         if self._padding_free:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import convert_to_fp32
-from accelerate.utils.operations import recursively_apply
 
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
@@ -42,10 +41,11 @@ def require_tensors(inputs: object) -> None:
 
 def _no_tensor(name: str, value: object) -> str:
     """Return the place of the first value inside another that is no tensor; empty where all are."""
-    inside = (
-        value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list | tuple) else ())
-    )
-    items: list[tuple[object, object]] = [*inside]
+    items: list[tuple[object, object]] = []
+    if isinstance(value, Mapping):
+        items = [*value.items()]
+    elif isinstance(value, list | tuple):
+        items = [*enumerate(value)]
     if not items:
         return "" if isinstance(value, torch.Tensor) else f"{name} is a {type(value).__name__}"
     return next((found for key, each in items if (found := _no_tensor(f"{name}[{key!r}]", each))), "")
@@ -54,11 +54,6 @@ def _no_tensor(name: str, value: object) -> str:
 def is_nested(value: object) -> bool:
     """Whether a value is a tensor, or holds nothing but tensors."""
     return not _no_tensor("", value)
-
-
-def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Nested) -> Any:
-    """Return a value with each of its tensors changed, in containers of the same classes."""
-    return recursively_apply(change, value)
 
 
 def tensor_of(inputs: Inputs | None, name: str) -> torch.Tensor | None:
