@@ -90,7 +90,9 @@ def find_weights(
     if index in names:
         return Weights("model", folder / index, True), []
     pickles = [_with_variant(name, variant) for name in MODEL_PICKLES]
-    return None, [_no_weights(folder, names, [*zip(pickles, (single, index), strict=True)])]
+    # model.pth: as LitGPT's convert_from_litgpt writes it, with the names of transformers.
+    pairs = [*zip(pickles, (single, index), strict=True), ("model.pth", single)]
+    return None, [_no_weights(folder, names, pairs)]
 
 
 def kind_of(names: Collection[str], variant: str | None = None) -> Kind:
@@ -170,20 +172,18 @@ def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, s
         if source in names:
             message = f"the weights are a pickle, which can run code when it is read, and there is no {target!r}"
             fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}"
-            stem = source.removesuffix(".index.json").removesuffix(".bin")
-            pickled = [name for name in names if name.startswith(stem) and name.endswith(".bin")]
+            stem, _, suffix = source.removesuffix(".index.json").rpartition(".")
+            pickled = [name for name in names if name.startswith(stem) and name.endswith(suffix)]
             pointers = [name for name in pickled if pointed_bytes(folder / name) is not None]
             if pointers:
                 message += f"; {listed(pointers)} {'is a pointer' if len(pointers) == 1 else 'are pointers'} of Git LFS"
                 fix = f"{LFS_FIX}, and then {fix}"
             return fault("pickle-only", folder / source, message, fix)
-    expected = " or ".join(repr(target) for _, target in pickles)
+    expected = " or ".join(dict.fromkeys(repr(target) for _, target in pickles))
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
     instead = f"; it holds {listed(others)}" if others else ""
     fix = "check the path and the variant, or download or copy the weights"
     fix = next((to for of, to in _OF_OTHERS.items() if any(re.fullmatch(of, name) for name in names)), fix)
-    if "model.pth" in others and pickles[0][0] != ADAPTER_PICKLE:  # as LitGPT writes it, with the names of transformers
-        fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, 'model.pth', pickles[0][1])}"
     if others and all(name.endswith(".gguf") for name in others):
         instead += ", which llama.cpp reads"
         fix = "pass a folder that transformers saved, of the model that the GGUF file was made from"

@@ -363,7 +363,9 @@ def test_shards_of_torch_are_merged_as_the_advice_says(tmp_path):
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["w"], torch.ones(4))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "pytorch_model-00001-of-00002.bin"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "adapter_model.bin", "pytorch_model-00001-of-00002.bin", "model.pth"]
+)
 def test_a_pickle_that_is_a_pointer_is_pulled_before_it_is_converted(tmp_path, name):
     """As in most clones of older models, whose conversion would fail with an UnpicklingError."""
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 474373095\n")
