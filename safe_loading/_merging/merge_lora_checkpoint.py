@@ -158,7 +158,7 @@ def merge_lora_checkpoint(
     options |= {"key_mapping": str(key_mapping or None), "manifest": bool(manifest)}
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.template.tensors)
-    records = Records(is_readable, [plan.name for plan in plans])
+    records = Records(is_readable, functools.partial(_is_whole, sources, plans, small, manifest=manifest))
     write = {"overwrite": overwrite, "resume": resume, "keep": verify}
     with Stage(target, job_of(sources, options), needed=needed, records=records, **write) as stage:
         if stage.finished is None:
@@ -207,6 +207,28 @@ def _write_small(files: Mapping[str, bytes], stage: Stage, *, manifest: bool) ->
         stage.write(name, data)
     if manifest:
         stage.write(SUMS, sums_of(stage.files).encode())
+
+
+def _is_whole(
+    sources: MergeSources,
+    plans: Sequence[FilePlan],
+    small: Mapping[str, bytes],
+    folder: Path,
+    recorded: Mapping[str, JsonObject],
+    *,
+    manifest: bool,
+) -> bool:
+    """Return whether a folder holds what this call would write; what a killed call left may be changed since."""
+    if not all(plan.name in recorded and is_complete(plan, folder / plan.name, recorded[plan.name]) for plan in plans):
+        return False
+    written = {name: from_journal(facts["tensors"]) for name, facts in recorded.items()}
+    files = {**small, REPORT: report_file(sources, plans, written)}
+    try:
+        return all((folder / name).read_bytes() == data for name, data in files.items()) and (
+            not manifest or (folder / SUMS).is_file()
+        )
+    except OSError:
+        return False
 
 
 def _write_weights(

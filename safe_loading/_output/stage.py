@@ -23,7 +23,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, NoReturn
@@ -60,13 +60,13 @@ class Terminated(SystemExit):
 
 
 class Records(NamedTuple):
-    """The records that a caller makes of its files: how their facts look, and which files have one at the end."""
+    """The records that a caller makes of its files: how their facts look, and whether a folder holds all of them."""
 
     readable: Callable[[JsonObject], bool]
-    names: Collection[str]
+    whole: Callable[[Path, Mapping[str, JsonObject]], bool]
 
 
-_ANY = Records(lambda facts: True, ())
+_ANY = Records(lambda facts: True, lambda folder, recorded: True)
 
 
 class Stage:
@@ -232,7 +232,7 @@ class Stage:
         same = bool(events) and events[0]["job"] == self._job and self._resume
         self._recorded = {event["name"]: event["facts"] for event in events if same and event["event"] == "file"}
         committed = _is_committed(events, self.output)
-        if committed and same and all(name in self._recorded for name in self._records.names):
+        if committed and same and self._records.whole(self.output, self._recorded):
             # Killed after the rename: the output is whole, and what is staged is the folder that it replaced.
             self._committed, self.finished = True, self._recorded
             self._clear()

@@ -165,6 +165,45 @@ def test_another_adapter_does_not_continue_what_one_began(
     assert merge_lora_checkpoint(pair[0], other, tmp_path / "out").resumed == ()
 
 
+@pytest.mark.parametrize("change", ["nothing", "emptied", "damaged", "another config", "other base_kwargs"])
+def test_an_output_whose_call_ended_after_the_rename_is_believed_only_where_it_is_what_is_asked_for(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The old folder is deleted last, and Ctrl-C may come then; the output can be changed before the next call."""
+    out = tmp_path / "out"
+    merge_lora_checkpoint(*pair, out)
+    expected = {path.name: path.read_bytes() for path in out.iterdir()}
+    clear = writing.Stage._clear
+
+    def interrupted(stage: writing.Stage, **options: bool) -> None:
+        if stage._committed:
+            raise KeyboardInterrupt
+        clear(stage, **options)
+
+    monkeypatch.setattr(writing.Stage, "_clear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_checkpoint(*pair, out, overwrite=True)
+    monkeypatch.undo()
+    asked: dict[str, Any] = {}
+    if change == "emptied":
+        for path in out.iterdir():
+            path.unlink()
+    elif change == "damaged":
+        file = next(out.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    elif change == "another config":
+        (out / "config.json").write_text("{}")
+    elif change == "other base_kwargs":
+        asked = {"base_kwargs": {"rms_norm_eps": 0.5}}
+    report = merge_lora_checkpoint(*pair, out, overwrite=True, **asked)
+    assert bool(report.resumed) == (change == "nothing")
+    found = {path.name: path.read_bytes() for path in out.iterdir()}
+    if asked:
+        assert json.loads(found.pop("config.json"))["rms_norm_eps"] == 0.5
+        expected.pop("config.json")
+    assert found == expected
+
+
 def test_too_little_room_is_said_before_the_first_byte(
     tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
