@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from safe_loading._core.arguments import whole_number
 from safe_loading._core.engine_names import MERGE, MergeNames
 from safe_loading._core.log import logger
 from safe_loading._core.parse_size import parse_size
+from safe_loading._core.protocols import JsonObject
 from safe_loading._loading.base_arguments import as_model_class
 from safe_loading._loading.folder_findings import base_findings
 from safe_loading._loading.sources import BaseRequest, Source
@@ -39,7 +41,7 @@ from .disk.output_plan import FilePlan, plan_files
 from .disk.record import Outcome, is_complete, job_of, make_report, report_file
 from .disk.report import MergeReport
 from .disk.small_files import small_files
-from .disk.sources import checked_weights, merge_request, open_sources
+from .disk.sources import MergeSources, checked_weights, merge_request, open_sources
 from .disk.tokenizer_ids import end_findings, refuse_ids_without_rows
 from .disk.write_files import WriteJob, WrittenFile, from_journal, is_readable, one_torch_thread, write_files
 
@@ -218,7 +220,7 @@ def _is_whole(
     *,
     manifest: bool,
 ) -> bool:
-    """Return whether a folder holds what this call would write; what a killed call left may be changed since."""
+    """Return whether a folder holds the output of this call; one that a killed call left may be changed since."""
     if not all(plan.name in recorded and is_complete(plan, folder / plan.name, recorded[plan.name]) for plan in plans):
         return False
     written = {name: from_journal(facts["tensors"]) for name, facts in recorded.items()}

@@ -108,7 +108,7 @@ def merge_lora_inplace(
         plan = make_plan(tuner.model, options, tuner.peft_config.values())
         replacements = check_merge(tuner, plan, offloaded, options)
         # Nothing was written up to here. The report comes first, as carrying out the plan frees what it is made from.
-        weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]
+        weights = [weight for group in plan.groups for job in group for weight in _weights_of(job, group)]
         findings = [*_merged_before(plan.jobs), *_trained_on_packed(tuner)]
         findings += [] if unload else _left_out(plan.jobs)
         # Ctrl-C waits from here on, for the end of a layer.
@@ -175,15 +175,14 @@ def _checked_names(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[str, 
     return tuple(names)
 
 
-def _weights_of(job: LayerMerge, plan: MergePlan) -> list[MergedWeight]:
-    """Return the lines of the report for one layer."""
+def _weights_of(job: LayerMerge, group: Sequence[LayerMerge]) -> list[MergedWeight]:
+    """Return the lines of the report for one layer, which is merged with the others of its group."""
     kind = type(job.layer).__name__
     if job.method in ("peft", "dequantized"):
         parameters = list(job.layer.get_base_layer().parameters())
         size = sum(parameter.nbytes for parameter in parameters)
         dtype = str(next((parameter.dtype for parameter in parameters), "")).removeprefix("torch.")
         return [MergedWeight(job.path, kind, dtype, job.names, job.method, size)] if job.names else []
-    group = next(group for group in plan.groups if job in group)
     tied = tuple(other.path for other in group if other is not job)
     weights = []
     for target in job.targets:

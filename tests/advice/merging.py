@@ -150,6 +150,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
     },
     "_merging/weights/merge_plan.py": {
+        "Put a copy of it": f"{_MEMORY}.py::test_a_module_at_two_places_of_which_one_is_adapted",
         "Keep the adapter": AS_IT_IS,
         "Keep the adapter beside the base": AS_IT_IS,
         "Run a forward pass before the merge": "merging/test_merge_compressed.py::"

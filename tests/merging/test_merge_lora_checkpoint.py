@@ -331,7 +331,9 @@ def test_headers_names_and_other_files_are_the_base_s(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], layers_to_transform=[0])
     extra = {"tokenizer.json": b"{}", "LICENSE": b"mit", "chat_template.jinja": b"{{ x }}", "modeling_x.py": b"x = 1"}
+    extra["adapter_blocks.py"] = b"x = 1"  # code that modeling_x.py may import
     left = {"training_args.bin": b"x", "optimizer.pt": b"x", "adapter_config.json": b"{}", "model.gguf": b"GGUF"}
+    left |= dict.fromkeys(["model.onnx", "model.onnx_data", "model.tflite", "__0_0.distcp"], b"x")
     for name, data in {**extra, **left, ".gitattributes": b"x", "additional_chat_templates/a.jinja": b"a"}.items():
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_bytes(data)

@@ -1019,3 +1019,50 @@ def test_layers_inside_a_module_whose_parameters_are_adapted(parameters: list[st
     assert {weight.name for weight in merged.merge_report.weights} == names
     if unload:
         assert names <= dict(merged.named_parameters()).keys()
+
+
+@needs("peft", "0.20")
+@pytest.mark.parametrize("experts", [1, 2])
+def test_experts_whose_features_are_the_other_way_round(experts: int) -> None:
+    """With one expert peft takes no account of the order, in forward as in merge."""
+
+    class Experts(nn.Module):
+        is_transposed = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(experts, 8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bi,eio->beo", x, self.kernel)
+
+    torch.manual_seed(0)
+    model = peft_model(nn.Sequential(Experts()), LoraConfig(r=2, target_modules=[], target_parameters=["0.kernel"]))
+    with torch.no_grad():
+        before = model(x := torch.randn(5, 8))
+        assert torch.allclose(merge_lora_inplace(model)(x), before, atol=1e-4)
+
+
+def test_a_module_at_two_places_of_which_one_is_adapted() -> None:
+    """peft puts its layer at one of them, and the other would compute with the merged weight."""
+
+    def model(layer: nn.Module, other: nn.Module) -> Any:
+        base = nn.ModuleDict({"first": layer, "inner": nn.ModuleDict({"second": other})})
+        base.forward = lambda x: base["inner"]["second"](base["first"](x))  # type: ignore[method-assign]
+        return peft_model(base, LoraConfig(r=2, target_modules=["first"]))
+
+    layer = nn.Linear(8, 8)
+    shared = model(layer, layer)
+    with pytest.raises(MergeError, match=r"first: the same module is at inner\.second too, where no adapter is"):
+        merge_lora_inplace(shared)
+    copied = model(layer, copy.deepcopy(layer))  # as the message says
+    with torch.no_grad():
+        before = copied(x := torch.randn(5, 8))
+        assert torch.allclose(merge_lora_inplace(copied)(x), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_a_layer_without_elements(shape: tuple[int, int]) -> None:
+    model = peft_model(nn.Sequential(nn.Linear(*shape)), LoraConfig(r=2, target_modules=["0"]))
+    before = model(x := torch.randn(5, shape[0]))
+    assert torch.equal(merge_lora_inplace(model)(x), before)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import HRAConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model
 from torch import nn
 from transformers import BitConfig, BitForImageClassification
 from transformers.integrations.bitnet import AutoBitLinear
@@ -59,6 +59,13 @@ class Halved(nn.Linear):
         return nn.functional.linear(x, self.weight / 2, self.bias)
 
 
+class Clamped(nn.Linear):
+    """A layer whose input is cut off at one half."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-0.5, 0.5))
+
+
 class Causal(nn.Conv1d):
     """A convolution that sees no later input: its steps of two begin at the zeros that it puts before the first."""
 
@@ -104,3 +111,51 @@ def test_an_autocast_around_the_merge_does_not_decide() -> None:
     layer = FalconLinear(512, 512)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(adds_up(layer) for _ in range(4))
+
+
+METHODS: dict[str, Any] = {"LoHa": LoHaConfig, "LoKr": LoKrConfig, "HRA": HRAConfig, "OFT": OFTConfig, "IA3": IA3Config}
+
+
+def adapted(base: nn.Module, method: str) -> Any:
+    """Return a model of one layer with an adapter of a method."""
+    fields: dict[str, Any] = {"OFT": {"r": 0, "oft_block_size": 4}, "IA3": {"feedforward_modules": []}}
+    config = METHODS[method](target_modules=["0"], **fields.get(method, {"r": 2}))
+    model: Any = get_peft_model(nn.Sequential(base), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) + ("ia3" in name))
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [Halved, Clamped])
+def test_no_method_is_merged_into_a_class_that_does_more_than_the_product(kind: type, method: str) -> None:
+    model = adapted(kind(8, 8), method)
+    with pytest.raises(MergeError, match=f"{kind.__name__} does more than multiply by its weight"):
+        merge_lora_inplace(model)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("method", ["LoHa", "LoKr", "HRA", "IA3"])
+def test_no_method_but_ia3_is_merged_where_more_than_zeros_are_padded(method: str, kernel: int) -> None:
+    model = adapted(nn.Conv2d(4, 4, kernel, padding=1, padding_mode="reflect"), method)
+    images = torch.linspace(-1, 1, 4 * 36).view(1, 4, 6, 6)
+    with torch.no_grad():
+        expected = model(images)
+    if method != "IA3":
+        with pytest.raises(
+            MergeError, match=r"its convolution has padding_mode='reflect', and peft's .* pads with zeros"
+        ):
+            merge_lora_inplace(model)
+        return
+    with torch.no_grad():
+        assert torch.allclose(merge_lora_inplace(model)(images), expected, atol=1e-5)
+
+
+def test_an_embedding_of_a_largest_norm_is_not_merged() -> None:
+    """It cuts its rows when they are looked up, and peft adds to them afterwards."""
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model: Any = get_peft_model(nn.Sequential(nn.Embedding(10, 8, max_norm=1.0)), config)
+    with pytest.raises(MergeError, match="its Embedding has max_norm=1, and looks up rows of that norm at most"):
+        merge_lora_inplace(model)

@@ -37,12 +37,12 @@ _VOCABULARIES = {"vocab.json", "vocab.txt", "merges.txt", "spiece.model", "token
 _TOKENIZER = {FAST, SETTINGS, SPECIAL_MAP, "added_tokens.json", "tekken.json"}
 
 # Other formats of the same weights, what training left, and what describes an adapter, other bytes or an earlier merge.
-_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
+_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".npz", ".ot", ".tflite", ".pte", ".distcp", *PICKLE_SUFFIXES)
+_ONNX = (".onnx", ".onnx_data", ".onnx.data")  # a graph, and the values that it keeps beside itself
 _LEFT_OUT = frozenset(
     {REPORT, MANIFEST, SUMS, "adapter_config.json", "trainer_state.json", "trainer_log.jsonl", "training_args.json"}
     | {"training_args.yaml", "training_loss.png", "training_eval_loss.png", "zero_to_fp32.py", "latest"}
 )
-_OF_TRAINING = ("_results.json", ".distcp", ".pt")
 _PROCESSORS = frozenset(
     {
         "preprocessor_config.json",
@@ -205,9 +205,7 @@ def _belongs(name: str, modules: Collection[str] = ()) -> bool:
         return True  # a dense layer has weights of its own there
     if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
         return False
-    return not file.endswith((*_WEIGHTS, "_results.json", ".index.json")) and not file.startswith(
-        ("rng_state", "adapter_")
-    )
+    return not file.endswith((*_WEIGHTS, *_ONNX, "_results.json", ".index.json"))
 
 
 def _with_tokenizer(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:

@@ -46,7 +46,7 @@ def delta_bound(update: Update) -> float:
     return sum(
         abs(term.scaling) * _longest(term.left, 1) * _longest(term.right, 0)
         for term in update.terms
-        if term.left.numel()
+        if term.left.numel() and term.right.numel()
     )
 
 

@@ -23,9 +23,10 @@ from .variants import (
     CannotMergeError,
     is_dora,
     is_known,
+    pads_with_values,
     refuse_impossible,
-    refuse_other_product,
     refuse_own_forward,
+    why_other_product,
 )
 
 OVER_TOKENS = (
@@ -90,7 +91,8 @@ def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     refuse_impossible(layer, names)
     if tokens_inside(layer) is not None:
         raise CannotMergeError(OVER_TOKENS)
-    refuse_other_product(layer.get_base_layer())
+    if (reason := why_other_product(layer.get_base_layer())) is not None:
+        raise CannotMergeError(reason)
     targets = _BUILDERS[_kind_of(layer)](layer, names)
     for target in targets:
         for matrix in target.matrices:
@@ -201,11 +203,9 @@ def _check_conv(base: Any) -> None:
             f"its convolution has groups={base.groups}, and lora_A mixes the channels of all groups, which the grouped "
             f"weight cannot hold. Leave it out of target_modules, or keep the adapter"
         )
-    if all(size == 1 for size in base.kernel_size):
-        return
-    pads = base.padding != "valid" and any(base.padding)
-    lacks = [f"dilation={base.dilation}"] if any(step != 1 for step in base.dilation) else []
-    lacks += [f"padding_mode={base.padding_mode!r}"] if pads and base.padding_mode != "zeros" else []
+    pairs = zip(base.kernel_size, base.dilation, strict=True)
+    lacks = [f"dilation={base.dilation}"] if any(size > 1 and step > 1 for size, step in pairs) else []
+    lacks += [f"padding_mode={base.padding_mode!r}"] if pads_with_values(base) else []
     if lacks:
         raise CannotMergeError(
             f"its convolution has {' and '.join(lacks)}, which peft's lora_A has not, so no merged weight computes "
@@ -243,7 +243,8 @@ def _parameter(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
             # peft lays the ranks of the experts one after another in lora_A, and interleaves them in lora_B
             a = a.reshape(wrapper.num_experts, -1, a.shape[-1])[expert]
             b = b.reshape(b.shape[0], -1, wrapper.num_experts)[:, :, expert]
-            left, right = (b, a) if swaps_features(wrapper) else (a.T, b.T)
+            # with one expert peft takes no account of the order of its features
+            left, right = (b, a) if swaps_features(wrapper) or wrapper.num_experts == 1 else (a.T, b.T)
             terms.append(Term(left, right, layer.scaling[name], name=name))
         experts.append(MatrixUpdate(weight[expert], Update((weight.shape[1], weight.shape[2]), tuple(terms))))
     return [MergeTarget(base, attribute, weight, tuple(experts))]

@@ -10,7 +10,7 @@ from peft import PeftConfig
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from safe_loading._model.formats.registry import is_decoded_at_forward
 from safe_loading._model.peft_layers import (
@@ -62,9 +62,27 @@ def make_plan(model: torch.nn.Module, options: MergeOptions, configs: Iterable[P
     if not any(job.targets or job.method in ("peft", "dequantized") for job in jobs):
         # Nothing will change, so nothing needs to be known about shared memory.
         return MergePlan([[job] for job in jobs], [], problems)
+    problems += _used_elsewhere(model, jobs)
     replaced = _replaced_originals(model, options.names) if options.unload else ()
     groups, own_weights, tied = group_by_memory(jobs, SharedMemory(model, replaced))
     return MergePlan(groups, own_weights, problems + tied)
+
+
+def _used_elsewhere(model: torch.nn.Module, jobs: Iterable[LayerMerge]) -> list[str]:
+    """Return why layers are not merged whose module the model has at another place too, where peft adapts nothing."""
+    merged = {id(job.layer.get_base_layer()): job.path for job in jobs if job.names or job.targets}
+    places = [
+        (path, name, merged[id(child)])
+        for path, module in model.named_modules()
+        if not is_tuner_layer(module) and not isinstance(module, AuxiliaryTrainingWrapper)
+        for name, child in module._modules.items()
+        if id(child) in merged
+    ]
+    return [
+        f"{adapted}: the same module is at {f'{path}.{name}'.lstrip('.')} too, where no adapter is, and both would "
+        f"compute with the merged weight. Put a copy of it (copy.deepcopy) at one of them before peft adapts it."
+        for path, name, adapted in places
+    ]
 
 
 def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> LayerMerge:

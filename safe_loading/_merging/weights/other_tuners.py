@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftType
+from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.oft.layer import Conv2d as OFTConv2d
 from peft.tuners.oft.layer import OFTRotationModule
 
@@ -17,6 +18,7 @@ from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
 
 from .rounding import DTYPES, round_into
+from .variants import pads_with_values, why_other_product
 
 # The methods whose layers merge what a tensor of the base becomes from that tensor and the adapter alone, and keep
 # nothing of it for the unmerge. By name, as peft calls them: an older one has not all of them. So GLoRA is not among
@@ -117,7 +119,12 @@ def why_not_merged_right(layer: TunerModule, names: Collection[str]) -> str | No
             f"peft's OFT of a convolution with kernel_size={tuple(base.kernel_size)} turns the input in another order "
             f"than its merge turns the weight, so that the merged one computes something else. Keep the adapter"
         )
-    return None
+    if pads_with_values(base) and not isinstance(layer, IA3Layer):
+        return (
+            f"its convolution has padding_mode={base.padding_mode!r}, and peft's {type(layer).__name__} pads with "
+            f"zeros, so no merged weight computes what the layer computes. Keep the adapter"
+        )
+    return why_other_product(base)
 
 
 def is_plain(layer: TunerModule) -> bool:

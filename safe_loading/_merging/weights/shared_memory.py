@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from typing import NamedTuple
 
 import torch
@@ -44,16 +46,18 @@ class SharedMemory:
                         full_name = f"{path}.{name}".lstrip(".")
                         self._ranges.append(MemoryRange(start, end, full_name, id(module), name, local))
         self._ranges.sort(key=lambda one: (one.start, one.end, one.path))
+        self._starts = [one.start for one in self._ranges]
+        self._furthest = list(itertools.accumulate((one.end for one in self._ranges), max))
 
     def others(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor) -> list[MemoryRange]:
         """Return every other parameter and buffer in the memory of ``owner.attribute``, whose data are ``tensor``."""
         start, end = addresses(tensor)
         own = (id(owner), attribute)
-        return [
-            other
-            for other in self._ranges
-            if other.start < end and start < other.end and (other.owner, other.attribute) != own
-        ]
+        after = before = bisect_left(self._starts, end)
+        while before and self._furthest[before - 1] > start:
+            before -= 1
+        near = self._ranges[before:after]
+        return [other for other in near if start < other.end and (other.owner, other.attribute) != own]
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -64,6 +64,7 @@ def group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> Sharing:
     target_at: dict[_Place, tuple[LayerMerge, _Target]] = {
         (id(target.owner), target.attribute): (job, target) for job in jobs for target in job.targets
     }
+    order = {place: number for number, place in enumerate(target_at)}
     group_of = {id(job): [job] for job in jobs}
     found: list[OwnWeight | str] = []
     done: set[_Place] = set()
@@ -81,8 +82,7 @@ def group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> Sharing:
                 other_job.targets.remove(same)  # once is enough
                 _join(group_of, job, other_job)
             # Of several changes one may keep the memory, if nothing that does not change is left in it.
-            order = list(target_at)
-            if any(other not in target_at or order.index(other) < order.index(place) for other in map(_place, rest)):
+            if any(order.get(other, -1) < order[place] for other in map(_place, rest)):
                 found.append(_own_weight(job.name_of(target), [other.path for other in rest], change))
     groups = list({id(group): group for group in (group_of[id(job)] for job in jobs)}.values())
     own_weights = [one for one in found if isinstance(one, OwnWeight)]

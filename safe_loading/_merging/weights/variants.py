@@ -96,6 +96,11 @@ def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) ->
                 f"Keep the adapter"
             )
         return
+    if isinstance(base, torch.nn.Embedding) and base.max_norm is not None and not replaces_rows:
+        raise CannotMergeError(
+            f"its {kind} has max_norm={base.max_norm:g}, and looks up rows of that norm at most, to which peft adds, "
+            f"so no merged weight computes what the layer computes. Leave it out of target_modules, or keep the adapter"
+        )
     own_forward = isinstance(base, torch.nn.Embedding) and type(base).forward is not torch.nn.Embedding.forward
     extras = [name for name, _ in base.named_children()]
     # weight_scale is a part of an fp8 weight; without extras a forward of its own can do no more than scale
@@ -113,17 +118,24 @@ _PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _ROWS = 8  # of a weight, which are enough to see how a class computes with it
 
 
-def refuse_other_product(base: torch.nn.Module) -> None:
-    """Refuse a layer whose class does more than the product, such as to standardize its weight or to pad its input.
+def pads_with_values(base: torch.nn.Module) -> bool:
+    """Return whether a module is a convolution that pads with more than zeros, with which peft's layers pad."""
+    padding = getattr(base, "padding", "valid") if isinstance(base, _PRODUCTS[1:]) else "valid"
+    return padding != "valid" and any(padding) and getattr(base, "padding_mode", "zeros") != "zeros"
 
-    peft adds to what comes out of such a layer. Nothing is refused where that cannot be tried.
+
+def why_other_product(base: torch.nn.Module) -> str | None:
+    """Return why no merged weight serves a layer whose class standardizes its weight, say, or pads its input.
+
+    peft changes what goes into such a layer or comes out of it. None where it is a product, or that cannot be tried.
     """
-    if adds_up(base) is False:
-        raise CannotMergeError(
-            f"its {type(base).__name__} does more than multiply by its weight (it changes the weight or its input "
-            f"first), and peft adds to what comes out, so no merged weight computes what the layer computes. Leave it "
-            f"out of target_modules, or keep the adapter"
-        )
+    if adds_up(base) is not False:
+        return None
+    return (
+        f"its {type(base).__name__} does more than multiply by its weight (it changes the weight, its input or its "
+        f"output), and peft adapts what goes in or comes out, so no merged weight computes what the layer computes. "
+        f"Leave it out of target_modules, or keep the adapter"
+    )
 
 
 def adds_up(base: torch.nn.Module) -> bool | None:
