@@ -332,6 +332,15 @@ def test_wrong_rows_that_follow_one_another_are_told_by_their_ends(made: Made, t
     assert f"({name}: rows 3 to 6)" in check.findings[0].message
 
 
+def test_a_whole_number_that_differs_is_told_without_values(made: Made, tmp_path: Path) -> None:
+    base = rewritten(made.llama(), tmp_path / "base", {**tensors_of(made.llama()), "steps": torch.arange(3)})
+    adapter = made.adapter(made.llama(), **LINEAR)
+    merge_lora_checkpoint(base, adapter, tmp_path / "ours")
+    changed = {**tensors_of(tmp_path / "ours"), "steps": torch.tensor([0, 1, 5])}
+    check = verify_merge(base, adapter, rewritten(tmp_path / "ours", tmp_path / "merged", changed))
+    assert [(tensor.name, tensor.detail) for tensor in check.of("other")] == [("steps", "")]
+
+
 def test_a_rank_pattern_that_was_not_heeded_is_a_factor(made: Made, tmp_path: Path) -> None:
     base = made.llama(torch.bfloat16)
     adapter = made.adapter(base, rank_pattern={"q_proj": 2}, **LINEAR)

@@ -179,14 +179,12 @@ class Sums:
     first: int = -1  # the first element beyond rounding
     one: tuple[float, float] = (0.0, 0.0)  # its nearest value, and that of the folder
 
-    def add_codes(self, differ: torch.Tensor, at: int) -> None:
+    def add_codes(self, differ: torch.Tensor) -> None:
         """Add a block that is not of floats; ``differ`` says which bytes do."""
         self.elements += differ.numel()
         self.wrong += int(differ.sum())
         self.outside += int(differ.sum())
         self.not_base = self.not_base or bool(differ.any())
-        if self.first < 0:
-            self.first = at + int(differ.nonzero()[0])
 
     def add(self, block: Block, bound: Bound, columns: int) -> None:
         """Add a block that differs; ``columns`` are those of the matrix that the tensor is seen as."""

@@ -131,7 +131,7 @@ class TensorComparer(TensorWriter):
             self._sums[id(section)] = section, Sums(middle)
         _, sums = self._sums[id(section)]
         if not self._is_float:
-            sums.add_codes(torch.frombuffer(data, dtype=torch.uint8) != torch.frombuffer(found, dtype=torch.uint8), at)
+            sums.add_codes(torch.frombuffer(data, dtype=torch.uint8) != torch.frombuffer(found, dtype=torch.uint8))
             return
         dtype = DTYPES[self._plan.target.dtype]
         nearest, merged = (torch.frombuffer(part, dtype=dtype) for part in (data, found))

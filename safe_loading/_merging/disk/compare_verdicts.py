@@ -173,7 +173,7 @@ def _detail(shape: tuple[int, ...], sums: Sums, sections: int, plan: TensorPlan)
         parts.append(f"row{'s' * (len(sums.rows) > 1)} {numbers}")
     if sums.codes_off:
         parts.append(f"up to {counted(sums.codes_off, 'code')} off the nearest")
-    if sums.outside == 1:
+    if sums.outside == 1 and sums.first >= 0:
         right, found = sums.one
         place = list(map(int, torch.unravel_index(torch.tensor(sums.first), shape))) if shape else []
         parts.append(f"one element, {place}, is {found:g} and should be {right:g}")
