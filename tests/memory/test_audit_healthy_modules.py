@@ -50,6 +50,12 @@ def test_a_copy_is_the_reference_of_a_model_that_is_trained_whole() -> None:
     assert codes(model, STEP, trainer=trainer_with(model, ref_model=reference)) == {}
 
 
+def test_the_factors_of_an_embedding_that_a_tied_head_has_too_are_no_output_of_a_step() -> None:
+    tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    lora = LoraConfig(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
+    assert "SL112" not in codes(get_peft_model(tied, lora), STEP)
+
+
 class Preference:
     """A trainer whose reference runs without gradients, as trl's."""
 

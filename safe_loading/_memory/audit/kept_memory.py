@@ -33,7 +33,7 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
             # the tensors that a module is made of, and the trainer's references to the audited model
             if name in ("_parameters", "_buffers", "_modules", "model", "model_wrapped"):
                 continue
-            kept = [tensor for tensor in _tensors(value, _DEEPEST) if tensor.grad_fn is not None]
+            kept = [tensor for tensor in _tensors(value, _DEEPEST) if _keeps_a_step(tensor)]
             if kept:
                 message = (
                     f"holds {counted(len(kept), 'tensor')} with the graph of an earlier step, and so every activation "
@@ -136,6 +136,11 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     narrow = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
     first, second = (weight.detach().reshape(-1)[:_BEGINNING].cpu().to(narrow) for weight in (one, two))
     return torch.equal(first, second)
+
+
+def _keeps_a_step(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a graph with activations: not as a view of a weight, which peft keeps where it ties factors."""
+    return tensor.grad_fn is not None and not (tensor._base is not None and tensor._base.is_leaf)
 
 
 def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
