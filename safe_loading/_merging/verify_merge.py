@@ -143,7 +143,7 @@ def verify_merge(
     findings = [
         *findings_of(checked),
         *dtype_findings(checked, {pair.plan.target.name: pair.base for pair in pairs}),
-        *small_file_findings(sources, changes.config, small, judged.opened, has_ties=bool(changes.ties)),
+        *small_file_findings(sources, changes, small, judged.opened),
         *judged.findings,
     ]
     read = sum(pair.plan.source.nbytes for pair in pairs if pair.plan.source is not None and pair.plan.value is None)

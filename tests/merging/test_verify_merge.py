@@ -19,7 +19,7 @@ import torch
 from models import Made, save_adapter, save_llama, save_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import safe_loading
 from safe_loading import ArgumentError, MergeCheck, merge_lora_checkpoint, verify_merge
@@ -251,6 +251,17 @@ def with_update(base: Tensors, adapter: Path, change: Callable[[torch.Tensor], t
         name: (base[name].double() + change(exact_update(base, adapter, name))).to(base[name].dtype)
         for name in names or every
     }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_for_features_may_be_merged_into_the_body_alone(tmp_path: Path, tied: bool) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=AutoModel, task_type="FEATURE_EXTRACTION")
+    merged: Any = PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter)
+    merged.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check = verify_merge(base, adapter, tmp_path / "merged")
+    assert check.ok, str(check)
+    assert "merged-config" not in codes(check)
 
 
 def test_a_merge_in_16_bits_that_is_stored_in_32_is_told(made: Made, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Changes:
     ties: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # Pairs on disk that the model of a folder that is judged ties: where it lacks one, the other stands for both.
     ties_of_judged: tuple[tuple[str, str], ...] = ()
+    adapted_class: str = ""  # the name of the class that the adapters are attached to
     unknown: frozenset[str] = frozenset()  # tensors on disk that the class of the output does not know
     elsewhere: OtherLayout | None = None  # of a folder that is judged and has other names or shapes than the base
     dropped: set[str] = dataclasses.field(default_factory=set)  # what the class of the output has no use for

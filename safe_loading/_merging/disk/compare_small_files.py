@@ -18,6 +18,7 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import build_on_meta
 
+from .changes import Changes
 from .compare_changed_files import changed_files, content_here
 from .output_model import new_config
 from .sources import MergeSources, is_tokenizer
@@ -37,56 +38,47 @@ _OF_TRAINING = ("dropout", "pdrop", "init", "loss", "router_jitter", "checkpoint
 
 
 def small_file_findings(
-    sources: MergeSources,
-    changed: Mapping[str, object],
-    expected: Mapping[str, bytes],
-    merged: ModelFolder,
-    *,
-    has_ties: bool,
+    sources: MergeSources, changes: Changes, expected: Mapping[str, bytes], merged: ModelFolder
 ) -> list[Finding]:
-    """Return the findings about the files beside the weights.
-
-    ``changed`` is what the merge changes in config.json, ``expected`` holds the files that it would write by name, and
-    ``has_ties`` says whether the model's class ties weights at all.
-    """
+    """Return the findings about the files beside the weights; ``expected`` holds those that the merge would write."""
     stale = [*_tokenizer_findings(sources, expected, merged.path)]
     return [
-        *_config_findings(sources, changed, merged, has_ties=has_ties),
+        *_config_findings(sources, changes, merged),
         *_lost_files(expected, merged.path, stale=bool(stale)),
         *stale,
         *changed_files({} if stale else expected, merged.path),  # a template of the base's is said already
     ]
 
 
-def _config_findings(
-    sources: MergeSources, changed: Mapping[str, object], merged: ModelFolder, *, has_ties: bool
-) -> Iterator[Finding]:
+def _config_findings(sources: MergeSources, changes: Changes, merged: ModelFolder) -> Iterator[Finding]:
     config, path = merged.config, merged.path / CONFIG
     if config is None:
         return
     base = sources.base.config
-    right = new_config(base, changed)
+    right = new_config(base, changes.config)
     # An entry that is absent has the default of its class, which nothing here can tell.
     wrong = [
         f"{key} is {config[key]!r:.60} and should be {right[key]!r:.60}"
-        for key in sorted(right.keys() & config.keys() & {*changed, *_SAID_ALIKE} - {"dtype"})
+        for key in sorted(right.keys() & config.keys() & {*changes.config, *_SAID_ALIKE} - {"dtype"})
         if config[key] != right[key] and {str(key): value for key, value in _items(config[key])} != right[key]
     ]
-    wrong += _read_otherwise(sources, right, config, has_ties=has_ties)
+    wrong += _read_otherwise(sources, changes, right, config)
     if wrong:
         fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
         yield Finding("merged-config", "error", str(path), "; ".join(dict.fromkeys(wrong)) + ".", f"{fix}.")
 
 
-def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject, *, has_ties: bool) -> list[str]:
+def _read_otherwise(sources: MergeSources, changes: Changes, right: JsonObject, merged: JsonObject) -> list[str]:
     """Return the entries with which another model is built than with those that the merge writes.
 
     Both are read by the class of the base's config, because each version of transformers writes another form.
     """
     found: list[str] = []
     own, classes = merged.get("architectures"), right.get("architectures")
-    # where transformers lacks the base's class, it writes that of the model type
-    if own != classes and isinstance(classes, list) and any(hasattr(transformers, str(name)) for name in classes):
+    # Where transformers lacks the base's class, it writes that of the model type; an adapter for features is merged
+    # into the body of the base, which is saved without the head.
+    known = isinstance(classes, list) and any(hasattr(transformers, str(name)) for name in classes)
+    if known and own not in (classes, [changes.adapted_class]):
         found.append(f"architectures is {own} and should be {classes}")
     if merged.get("model_type") != right.get("model_type"):
         return found  # which is said already
@@ -101,7 +93,7 @@ def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject
     if differences:
         built = {path for path, *_ in _differences(_once_built(config), other, "")}
         differences = [each for each in differences if each[0] in built]
-    if not has_ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
+    if not changes.ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
         differences = [each for each in differences if each != (_TIE_FLAG, True, False)]
     return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
 

@@ -60,6 +60,7 @@ def find_changes(
     )
     changes.ties, changes.unknown = ties_on_disk(output), frozenset(output.layout.unknown)
     changes.elsewhere, changes.ties_of_judged = elsewhere, ties_of_judged
+    changes.adapted_class = type(output.model).__name__
     adapt_config(changes, output, base)
     changes.findings += unsaid
     problems += changes.problems
