@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftType
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -122,9 +122,12 @@ def with_new_names(config: PeftConfig, old: OldNames | None, base: torch.nn.Modu
     if targets is not None and targets != "all-linear":
         layers = tuple(f"{path}." for path, _ in outermost_tuner_layers(base))
         modules = [name for name, _ in base.named_modules() if name and not name.startswith(layers)]
-        by_new = {name for name in modules if check_target_module_exists(result, name)}
+        found = {name: check_target_module_exists(result, name) for name in modules}
+        by_new = {name for name in modules if found[name]}
+        # The advice to exclude a part of the base has its name of now, whatever names the targets have.
+        rest = [name for name in modules if not isinstance(found[name], _ExcludedModule)]
         # some writers give the modules' old names to the tensors alone
-        by_old = {name for name in modules if check_target_module_exists(config, old.old_name(name))} or by_new
+        by_old = {name for name in rest if check_target_module_exists(config, old.old_name(name))} or by_new
         if by_old != by_new:
             settings["target_modules"] = by_old
             settings |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))

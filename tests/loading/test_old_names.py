@@ -420,6 +420,25 @@ def test_the_class_of_the_text_model_may_be_asked_for_by_itself(tmp_path: Path) 
             verb(base, adapter, auto_class=transformers.LlamaForCausalLM)
 
 
+def advised_exclusion(refused: AdapterError) -> Any:
+    advised = re.search(r'if it was trained without .*, write ("exclude_modules": ".*?") into', str(refused))
+    assert advised is not None
+    return json.loads(f"{{{advised[1]}}}")
+
+
+@pytest.mark.parametrize("targets", [r".*(q_proj|v_proj|\bproj)", ["q_proj", "v_proj", "proj"]])
+def test_a_part_that_old_names_lack_is_excluded_by_the_name_that_is_advised(tmp_path: Path, targets: Any) -> None:
+    base = save_base(tmp_path, "Qwen2VLForConditionalGeneration")
+    ends = ("q_proj", "v_proj", "proj")  # of matrices: the convolution of the patches is left out
+    adapter, truth = save_old_adapter(
+        tmp_path, base, {"target_modules": targets}, lambda path: path.rpartition(".")[2] in ends
+    )
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(adapter, base)
+    mended = faults.edited(adapter, tmp_path / "mended", config=lambda c: c.update(advised_exclusion(refused.value)))
+    assert_right(tmp_path, base, mended, truth)
+
+
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
 def test_an_adapter_of_the_text_model_alone_is_loaded_once_the_other_part_is_excluded(
     name: str, tmp_path: Path
@@ -442,8 +461,6 @@ def test_an_adapter_of_the_text_model_alone_is_loaded_once_the_other_part_is_exc
     mapping = {r"^model\.layers": "model.language_model.layers"}
     with pytest.raises(AdapterError) as refused:
         load_peft_on_rank(base, alone, key_mapping=mapping)
-    advised = re.search(r'if it was trained without .*, write ("exclude_modules": ".*?") into', str(refused.value))
-    assert advised is not None
-    mended = faults.edited(alone, tmp_path / "mended", config=lambda c: c.update(json.loads(f"{{{advised[1]}}}")))
+    mended = faults.edited(alone, tmp_path / "mended", config=lambda c: c.update(advised_exclusion(refused.value)))
     model = load_peft_on_rank(base, mended, key_mapping=mapping)
     assert torch.equal(logits(model), logits(load_peft_on_rank(base, own)))

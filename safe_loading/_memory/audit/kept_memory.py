@@ -139,7 +139,7 @@ def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _keeps_a_step(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a graph with activations: not as a view of a weight, which peft keeps where it ties factors."""
+    """Whether a tensor has a graph with activations; a view of a weight has none, as peft keeps of factors it ties."""
     return tensor.grad_fn is not None and not (tensor._base is not None and tensor._base.is_leaf)
 
 
