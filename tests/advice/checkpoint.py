@@ -170,6 +170,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "convert this model of LitGPT": OUTSIDE,
         "take the files in the format of transformers": OUTSIDE,
         "convert this checkpoint of Megatron": OUTSIDE,
+        "run `python zero_to_fp32.py . OUTPUT --safe_serialization`": OUTSIDE,
         "merge these shards with `accelerate merge-weights FOLDER OUTPUT`": "checkpoint/test_checkpoint_index.py::"
         "test_shards_of_torch_are_merged_as_the_advice_says",
         "name a safetensors file or index": _MENDED,

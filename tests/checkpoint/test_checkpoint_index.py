@@ -340,6 +340,7 @@ def test_weights_that_other_programs_keep_for_themselves_are_named_with_their_ro
         ("lit_model.pth.lora", "convert this model of LitGPT (merge_lora, then convert_from_litgpt)"),
         ("consolidated.00.pth", "take the files in the format of transformers"),
         ("common.pt", "convert this checkpoint of Megatron"),
+        ("global_step100", "run `python zero_to_fp32.py . OUTPUT --safe_serialization`"),
         ("__0_0.distcp", "merge these shards with `accelerate merge-weights FOLDER OUTPUT`"),
     ):
         (tmp_path / name).touch()
