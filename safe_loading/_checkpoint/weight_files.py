@@ -30,8 +30,8 @@ _OF_OTHERS = {
     r"consolidated([.-].+)?\.(pth|safetensors)": "take the files in the format of transformers that its publisher has",
     r"common\.pt": f"convert this checkpoint of Megatron (export_ckpt of Megatron-Bridge's AutoBridge){_ITS_FOLDER}",
     r"global_step\d+": (
-        "run `python zero_to_fp32.py . OUTPUT --safe_serialization` in it, which DeepSpeed left there, copy config.json "
-        "and the tokenizer into OUTPUT, and pass that"
+        "run `python zero_to_fp32.py . OUTPUT --safe_serialization` in it, which DeepSpeed left there, copy "
+        "config.json and the tokenizer into OUTPUT, and pass that"
     ),
     r"__\d+_\d+\.distcp|pytorch_model_fsdp_\d+": (
         "merge these shards with `accelerate merge-weights FOLDER OUTPUT`, where FOLDER is the one with .metadata, "

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from engines import needs
 from models import Made, save_adapter, save_llama, save_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -261,7 +263,16 @@ def test_an_adapter_for_features_may_be_merged_into_the_body_alone(tmp_path: Pat
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     check = verify_merge(base, adapter, tmp_path / "merged")
     assert check.ok, str(check)
-    assert "merged-config" not in codes(check)
+
+
+@needs("transformers", "5.10")
+def test_the_text_part_alone_may_be_merged(tmp_path: Path) -> None:
+    tiny_models.saved("Qwen3_5ForConditionalGeneration", tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base")
+    by_peft(tmp_path / "base", adapter, tmp_path / "merged")
+    check = verify_merge(tmp_path / "base", adapter, tmp_path / "merged")
+    assert check.ok, str(check)
+    assert "merged-left-out" in {finding.code for finding in check.findings}  # the tower
 
 
 def test_a_merge_in_16_bits_that_is_stored_in_32_is_told(made: Made, tmp_path: Path) -> None:

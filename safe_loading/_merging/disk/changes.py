@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
+from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
@@ -82,7 +83,9 @@ class Changes:
     ties: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # Pairs on disk that the model of a folder that is judged ties: where it lacks one, the other stands for both.
     ties_of_judged: tuple[tuple[str, str], ...] = ()
-    adapted_class: str = ""  # the name of the class that the adapters are attached to
+    # The class that the adapters are attached to, which may be that of a part of the base, and its config.
+    adapted_class: str = ""
+    adapted_config: PreTrainedConfig | None = None
     unknown: frozenset[str] = frozenset()  # tensors on disk that the class of the output does not know
     elsewhere: OtherLayout | None = None  # of a folder that is judged and has other names or shapes than the base
     dropped: set[str] = dataclasses.field(default_factory=set)  # what the class of the output has no use for

@@ -54,35 +54,39 @@ def _config_findings(sources: MergeSources, changes: Changes, merged: ModelFolde
     config, path = merged.config, merged.path / CONFIG
     if config is None:
         return
-    base = sources.base.config
-    right = new_config(base, changes.config)
+    right, kind = new_config(sources.base.config, changes.config), type(sources.base.model_config)
+    changed, part = changes.config, changes.adapted_config
+    own = [changes.adapted_class]
+    if part is not None and config.get("architectures") == own != right.get("architectures"):
+        # An adapter for features, or for text, is merged into a part of the base, which is saved alone.
+        changed = {key.rpartition(".")[2]: value for key, value in changed.items()}
+        right, kind = {**new_config(part.to_dict(), changed), "architectures": own}, type(part)
     # An entry that is absent has the default of its class, which nothing here can tell.
     wrong = [
         f"{key} is {config[key]!r:.60} and should be {right[key]!r:.60}"
-        for key in sorted(right.keys() & config.keys() & {*changes.config, *_SAID_ALIKE} - {"dtype"})
+        for key in sorted(right.keys() & config.keys() & {*changed, *_SAID_ALIKE} - {"dtype"})
         if config[key] != right[key] and {str(key): value for key, value in _items(config[key])} != right[key]
     ]
-    wrong += _read_otherwise(sources, changes, right, config)
+    wrong += _read_otherwise(kind, right, config, has_ties=bool(changes.ties))
     if wrong:
         fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
         yield Finding("merged-config", "error", str(path), "; ".join(dict.fromkeys(wrong)) + ".", f"{fix}.")
 
 
-def _read_otherwise(sources: MergeSources, changes: Changes, right: JsonObject, merged: JsonObject) -> list[str]:
+def _read_otherwise(
+    kind: type[PreTrainedConfig], right: JsonObject, merged: JsonObject, *, has_ties: bool
+) -> list[str]:
     """Return the entries with which another model is built than with those that the merge writes.
 
-    Both are read by the class of the base's config, because each version of transformers writes another form.
+    Both are read by one class of configs, because each version of transformers writes another form.
     """
     found: list[str] = []
     own, classes = merged.get("architectures"), right.get("architectures")
-    # Where transformers lacks the base's class, it writes that of the model type; an adapter for features is merged
-    # into the body of the base, which is saved without the head.
-    known = isinstance(classes, list) and any(hasattr(transformers, str(name)) for name in classes)
-    if known and own not in (classes, [changes.adapted_class]):
+    # where transformers lacks the base's class, it writes that of the model type
+    if own != classes and isinstance(classes, list) and any(hasattr(transformers, str(name)) for name in classes):
         found.append(f"architectures is {own} and should be {classes}")
     if merged.get("model_type") != right.get("model_type"):
         return found  # which is said already
-    kind = type(sources.base.model_config)
     try:
         with quiet():
             config, found_config = (kind.from_dict(copy.deepcopy(document)) for document in (right, merged))
@@ -93,7 +97,7 @@ def _read_otherwise(sources: MergeSources, changes: Changes, right: JsonObject, 
     if differences:
         built = {path for path, *_ in _differences(_once_built(config), other, "")}
         differences = [each for each in differences if each[0] in built]
-    if not changes.ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
+    if not has_ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
         differences = [each for each in differences if each != (_TIE_FLAG, True, False)]
     return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
 

@@ -61,8 +61,8 @@ _MEANS: Mapping[str, _Meaning] = {
     "left out": _meaning(
         "merged-left-out",
         "info",
-        "are missing that transformers does not read; other programs may, such as layers for multi-token prediction",
-        f"none where transformers alone reads the folder; or {_AGAIN}",
+        "are missing that the class of the merge does not read; others may, such as a tower, or layers for more tokens",
+        f"none where that class alone reads the folder; or {_AGAIN}",
     ),
     "extra": _meaning(
         "merged-extra", "warning", "are neither of the base nor of the adapter", f"none if meant; or {_AGAIN}"

@@ -60,7 +60,7 @@ def find_changes(
     )
     changes.ties, changes.unknown = ties_on_disk(output), frozenset(output.layout.unknown)
     changes.elsewhere, changes.ties_of_judged = elsewhere, ties_of_judged
-    changes.adapted_class = type(output.model).__name__
+    changes.adapted_class, changes.adapted_config = type(output.model).__name__, output.model.config
     adapt_config(changes, output, base)
     changes.findings += unsaid
     problems += changes.problems
