@@ -32,6 +32,7 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointError, CheckpointNotFound, RanksDisagree
 
 from .added_after_wrap import is_adapter_layer
+from .buffers import transformers_models
 from .four_bit import FourBitWeight, differing_packed, four_bit_weights, read_packed
 from .later_values import origin_of
 from .local_shard import LocalShard
@@ -162,21 +163,27 @@ def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
 
 def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     """Untie weights on meta that the class ties and a folder holds as two values; return the new parameters."""
-    base, prefix = base_of(setup.model)
-    ties: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    tied = [each for each in parameters_of(base) if len(each.names) > 1 and each.is_meta]
-    if path is None or isinstance(setup.values.source, OpenedFolder) or not ties or not tied:
+    if path is None or isinstance(setup.values.source, OpenedFolder):
         return []
-    rename = _without_adapters(base)
+    tied = [
+        (base, prefix, each)
+        for base, prefix in bases_of(setup)
+        for each in parameters_of(base)
+        if len(each.names) > 1 and each.is_meta and getattr(base, "all_tied_weights_keys", None)
+    ]
+    if not tied:
+        return []
     source, name_in_folder = _matched(setup, path)
     apart = {pair.target for pair in source.two_values}
     made = []
-    for each in tied:
+    for base, prefix, each in tied:
+        ties: dict[str, str] = vars(base)["all_tied_weights_keys"]
         for name, (module, attribute) in zip(each.names, each.places, strict=True):
+            own = name_in_folder(prefix + name)
             # A copy that an adapter saves has the adapter's values, and is tied as the adapter ties it.
-            if ".modules_to_save." in name or name_in_folder(prefix + name) not in apart:
+            if own is None or own not in apart or ".modules_to_save." in name:
                 continue
-            if (own := rename(name)) in ties:
+            if (own := _without_adapters(base)(name)) in ties:
                 made.append(nn.Parameter(torch.empty_like(each.tensor), each.tensor.requires_grad))
                 module._parameters[attribute] = made[-1]
                 del ties[own]
@@ -216,8 +223,10 @@ def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
 
     The function returned gives the name in the folder of a tensor of the model; None for what no folder has.
     """
-    base, prefix = base_of(setup.model)
-    rename = _without_adapters(base)
+    bases = bases_of(setup)
+    base, prefix = bases[0]
+    renames = {start: _without_adapters(each) for each, start in bases}
+    rename = renames[prefix]
     if not prefix:
         return _opened(path, base, rename), rename
     own = {name for each in setup.tensors.all for name in each.names}
@@ -232,7 +241,12 @@ def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
     if any(head.partition(":")[0] in own for head in source.heads):
         with contextlib.suppress(CheckpointError):  # a head of another task that has the name of the module's own
             return _opened(path, setup.model, canonical), canonical
-    return source, lambda name: rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
+
+    def name_in_folder(name: str) -> str | None:
+        start = next((start for start in renames if name.startswith(start)), None)
+        return None if start is None else renames[start](name.removeprefix(start))
+
+    return source, name_in_folder
 
 
 def _opened(path: Path, base: nn.Module, rename: Rename) -> CheckpointSource:
@@ -261,6 +275,35 @@ def _digest(source: CheckpointSource) -> str:
                 file.seek(first + (last - first) * number // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def bases_of(setup: Setup) -> list[tuple[nn.Module, str]]:
+    """Return the models that a folder is read for, all alike, with the prefixes of their names.
+
+    In a module of the user's they are those that were made from the folder. Where none was, it is the first one.
+    """
+    made = models_of_folder(setup.model, setup.values.folder)
+    first = _structure(made[0][0]) if len(made) > 1 else set()
+    return [each for each in made if len(made) == 1 or _structure(each[0]) == first] or [base_of(setup.model)]
+
+
+def models_of_folder(model: nn.Module, folder: str | None) -> list[tuple[nn.Module, str]]:
+    """Return the models of transformers in a module that say that they were made from a folder, with their prefixes."""
+    return [
+        (inner, f"{name}." if (name := canonical(path)) else "")
+        for path, inner in transformers_models(model)
+        if folder is not None and _is_same(inner.name_or_path, folder)
+    ]
+
+
+def _is_same(name: str, folder: str) -> bool:
+    return name == folder or (bool(name) and Path(name).is_dir() and Path(folder).is_dir() and os.path.samefile(name, folder))
+
+
+def _structure(base: nn.Module) -> set[tuple[object, ...]]:
+    """Return the names that a class gives to each parameter of a model, ties among them, with its shape."""
+    rename = _without_adapters(base)
+    return {(type(base), *sorted(filter(None, map(rename, each.names))), each.tensor.shape) for each in parameters_of(base)}
 
 
 def base_of(model: nn.Module) -> tuple[nn.Module, str]:

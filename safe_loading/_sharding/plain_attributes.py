@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -126,6 +127,9 @@ def _tensors_in(place: str, value: object, around: frozenset[int]) -> Iterator[t
     """Yield the tensors of an attribute, with the expressions that give them."""
     if isinstance(value, torch.Tensor):
         yield place, value
+    elif isinstance(value, nn.Module):  # a reference that is kept out of the parameters: one of its tensors tells
+        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
+        yield from ((f"{place}.{name}", each) for name, each in itertools.islice(tensors, 1))
     elif isinstance(value, (list, tuple, Mapping)) and id(value) not in around:
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors_in(f"{place}[{key!r}]", each, around | {id(value)})

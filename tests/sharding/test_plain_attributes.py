@@ -69,6 +69,24 @@ def test_each_one_is_named(one_rank: None) -> None:
     ]
 
 
+class Hidden(nn.Module):
+    """A model whose reference no optimizer sees, and a layer under a second name."""
+
+    def __init__(self, reference: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.aside = [reference, self.layer]
+
+
+def test_a_module_that_is_kept_in_a_list_is_named(one_rank: None) -> None:
+    values = nn.Linear(4, 4).state_dict()
+    values = {f"layer.{name}": value for name, value in values.items()}
+    with pytest.raises(SafeLoadingError, match=r"aside\[0\]\.weight: float32\[4, 4\] of Hidden$"):
+        wrap_fsdp_meta_safe(on_meta(lambda: Hidden(nn.Linear(4, 4))), values)
+    reference = nn.Linear(4, 4)
+    wrap_fsdp_meta_safe(on_meta(lambda: Hidden(reference)), values)
+
+
 def assigned() -> Any:
     model = on_meta(Rotary)
     model.freqs = table()
