@@ -108,13 +108,14 @@ def guard_merges(model: nn.Module, version: int) -> None:
     With FSDP2, peft merges plain LoRA in place, which is right. What it assigns as ``weight.data`` (with safe_merge, of
     DoRA, of the other methods) never reaches the shard, without a word. FSDP1 has flat parameters.
     """
-    tuner = getattr(model, "base_model", None)
-    if not hasattr(model, "peft_config") or not isinstance(tuner, nn.Module):
-        return
-    for name in (*_MERGES, "unload"):
-        if callable(method := getattr(tuner, name, None)):
-            replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
-            tuner.__dict__[name] = replacement
+    for module in model.modules():  # a module of the user's may hold the model with adapters
+        tuner = getattr(module, "base_model", None)
+        if not hasattr(module, "peft_config") or not isinstance(tuner, nn.Module):
+            continue
+        for name in (*_MERGES, "unload"):
+            if callable(method := getattr(tuner, name, None)):
+                replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
+                tuner.__dict__[name] = replacement
 
 
 def _refuse_flat(name: str, *args: object, **options: object) -> None:

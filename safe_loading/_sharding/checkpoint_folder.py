@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -177,7 +178,7 @@ def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     apart = {pair.target for pair in source.two_values}
     made = []
     for base, prefix, each in tied:
-        ties: dict[str, str] = vars(base)["all_tied_weights_keys"]
+        ties: Any = base.all_tied_weights_keys
         for name, (module, attribute) in zip(each.names, each.places, strict=True):
             own = name_in_folder(prefix + name)
             # A copy that an adapter saves has the adapter's values, and is tied as the adapter ties it.
@@ -215,7 +216,9 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
         *_head_findings(source),
     )
     four_bit = four_bit_weights(setup.tensors.sharded, disk_name)
-    return Folder(source, disk_name, through, _digest(source), findings, four_bit)
+    # what the models of this rank say of themselves decides for which of them it is read
+    digest = _digest(source, [prefix for _, prefix in bases_of(setup)])
+    return Folder(source, disk_name, through, digest, findings, four_bit)
 
 
 def _matched(setup: Setup, path: Path) -> tuple[CheckpointSource, Rename]:
@@ -258,11 +261,11 @@ def _opened(path: Path, base: nn.Module, rename: Rename) -> CheckpointSource:
     return source
 
 
-def _digest(source: CheckpointSource) -> str:
-    """Return a hash of all headers and of samples of each file, which tell two steps of one training apart."""
+def _digest(source: CheckpointSource, read_for: Sequence[str] = ()) -> str:
+    """Return a hash of all headers, of samples of each file, which tell two steps of one training apart, and more."""
     tensors = source.checkpoint.tensors.values()
     lines = sorted(f"{info.name} {info.dtype} {info.shape} {info.start}" for info in tensors)
-    digest = hashlib.sha256("\n".join(lines).encode())
+    digest = hashlib.sha256("\n".join([*lines, *read_for]).encode())
     begins: dict[Path, int] = {}
     for info in source.checkpoint.tensors.values():
         path = source.checkpoint.file_of[info.name]
@@ -292,18 +295,19 @@ def models_of_folder(model: nn.Module, folder: str | None) -> list[tuple[nn.Modu
     return [
         (inner, f"{name}." if (name := canonical(path)) else "")
         for path, inner in transformers_models(model)
-        if folder is not None and _is_same(inner.name_or_path, folder)
+        if folder is not None and _is_same(inner.name_or_path or "", folder)
     ]
 
 
 def _is_same(name: str, folder: str) -> bool:
-    return name == folder or (bool(name) and Path(name).is_dir() and Path(folder).is_dir() and os.path.samefile(name, folder))
+    return name == folder or (bool(name) and all(map(os.path.isdir, (name, folder))) and Path(name).samefile(folder))
 
 
 def _structure(base: nn.Module) -> set[tuple[object, ...]]:
     """Return the names that a class gives to each parameter of a model, ties among them, with its shape."""
     rename = _without_adapters(base)
-    return {(type(base), *sorted(filter(None, map(rename, each.names))), each.tensor.shape) for each in parameters_of(base)}
+    named = [(sorted(filter(None, map(rename, each.names))), each.tensor.shape) for each in parameters_of(base)]
+    return {(type(base), *names, shape) for names, shape in named if names}
 
 
 def base_of(model: nn.Module) -> tuple[nn.Module, str]:

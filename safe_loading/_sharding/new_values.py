@@ -101,10 +101,7 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
         return {}
     names = {parameter.name for parameter in missing}
     adapted: dict[str, tuple[nn.Module, set[str]]] = {}  # by the beginning of their names
-    for path, module in model.named_modules():
-        start = f"{own}." if (own := canonical(path)) else ""
-        if not isinstance(module, peft.PeftModel) or start.startswith(tuple(adapted)):
-            continue
+    for start, module in adapted_models(model).items():
         if inside := {name.removeprefix(start) for name in names if name.startswith(start)}:
             adapted[start] = (module, inside)
     if not adapted:
@@ -125,6 +122,17 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
     return values
 
 
+def adapted_models(model: nn.Module) -> dict[str, Any]:
+    """Return the PeftModels in a module, the outermost ones, by the beginning of their names."""
+    peft: Any = sys.modules.get("peft")
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules() if peft is not None else ():
+        start = f"{name}." if (name := canonical(path)) else ""
+        if isinstance(module, peft.PeftModel) and not start.startswith(tuple(found)):
+            found[start] = module
+    return found
+
+
 def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return the values of adapters, by parameter; ``sources`` are their folders or hub ids, by adapter.
 
@@ -133,12 +141,20 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
     if not sources:
         return {}
     peft: Any = sys.modules.get("peft")
-    configs = getattr(model, "peft_config", {})
+    adapted = adapted_models(model)
+    if len(adapted) > 1:
+        inside = ", ".join(start.removesuffix(".") for start in adapted)
+        raise ArgumentError(
+            f"adapters= is for one model with adapters, and {inside} of this {type(model).__name__} have some. Load "
+            f"them on rank 0, with PeftModel.from_pretrained, and leave adapters= out."
+        )
+    prefix, adapted_model = next(iter(adapted.items()), ("", None))
+    configs = getattr(adapted_model, "peft_config", {})
     if peft is None or not set(sources) <= set(configs):
         raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
     folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
     with own_copy_of_generators():
-        weightless, of_base = _copy_without_weights(peft, model)
+        weightless, of_base = _copy_without_weights(peft, adapted_model)
     given = set[str]()  # weights of the base that adapters bring, as peft saves those of adapted embeddings and heads
     problems = []
     for name, folder in folders.items():
@@ -159,7 +175,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         raise AdapterError("The adapters do not fit the model:", problems)
     # the other weights of the base are expanded from one element each, which is not contiguous
     return {
-        parameter.name: parameter.tensor.detach()
+        prefix + parameter.name: parameter.tensor.detach()
         for parameter in parameters_of(weightless)
         if parameter.tensor.is_contiguous()
         and (parameter.name in given or any(f".{name}." in f"{parameter.name}." for name in folders))

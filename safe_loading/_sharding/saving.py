@@ -49,15 +49,14 @@ StateByUnit = Mapping[nn.Module, Mapping[str, "torch.Tensor | TensorOfUnit"]]
 
 def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, timeout: float) -> None:
     """Let ``save_pretrained`` of a wrapped model, and of the models inside it, gather the tensors on ``device``."""
-    if isinstance(model, FullyShardedDataParallel):
-        inner = model.module  # its parameters can be gathered only through the outermost wrapper
-        if callable(getattr(type(inner), _METHOD, None)):
-            saving = SavingWhole(inner, model, ranks.ranks, device, timeout)
-            model.__dict__[_METHOD] = inner.__dict__[_METHOD] = saving
-        return
-    for module in model.modules():
+    flat = isinstance(model, FullyShardedDataParallel)  # gathered only through the outermost wrapper
+    for path, module in walk_modules(model):
         if callable(getattr(type(module), _METHOD, None)):
-            module.__dict__[_METHOD] = SavingWhole(module, module, ranks.ranks, device, timeout)
+            prefix = f"{name}." if flat and (name := canonical(path)) else ""
+            saving = SavingWhole(module, model if flat else module, ranks.ranks, device, timeout, prefix)
+            module.__dict__[_METHOD] = saving
+            if flat and not prefix:
+                model.__dict__[_METHOD] = saving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +68,7 @@ class SavingWhole:
     ranks: tuple[int, ...]  # the ranks that have its shards
     device: torch.device
     timeout: float  # longest wait for the other ranks, in seconds
+    prefix: str = ""  # of the model's names in the unit
 
     def __call__(self, *args: object, **options: Any) -> object:
         """Save the model; arguments as its class has them. Every rank must call it, the first one writes.
@@ -116,7 +116,11 @@ class SavingWhole:
 
     def _states(self) -> StateByUnit:
         if is_unit(self.wrapped):
-            return _state_by_unit(self.wrapped)
+            states = _state_by_unit(self.wrapped).items()
+            return {
+                unit: {n.removeprefix(self.prefix): each for n, each in state.items() if n.startswith(self.prefix)}
+                for unit, state in states
+            }
         # without keep_vars each name has a tensor of its own, and ties could not be told by identity
         return {self.wrapped: self.model.state_dict(keep_vars=True)}
 

@@ -31,7 +31,7 @@ from .adapter_methods import refused_adapters, tied_factors
 from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .mesh import WrapPlace, is_tensor_parallel
-from .new_values import InitNew
+from .new_values import InitNew, adapted_models
 from .parameters import (
     Ignored,
     buffers_of,
@@ -309,7 +309,7 @@ def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:
     if adapters is None:
         return {}
     if isinstance(adapters, (str, os.PathLike)):
-        name = next(iter(getattr(model, "peft_config", {})), "default")
+        name = next((name for each in adapted_models(model).values() for name in each.peft_config), "default")
         adapters = {name: adapters}
     if not isinstance(adapters, Mapping):
         raise ArgumentError(f"adapters={adapters!r:.80}: pass a folder or hub id, or {{name: folder}} for several.")

@@ -16,6 +16,7 @@ from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointError
 
+from .checkpoint_folder import models_of_folder
 from .new_values import initialized, initialized_adapters, loaded_adapters, remade_adapters
 from .setup import Setup
 
@@ -115,7 +116,23 @@ def _from_init_new(setup: Setup, missing: Set[str]) -> RootValues:
     parameters = [each for each in setup.tensors.parameters if each.name in missing]
     if setup.values.init_new is None or not parameters:
         return RootValues()
+    _refuse_unread(setup, missing)
     return RootValues(tensors=initialized(setup.model, parameters, setup.values.init_new))
+
+
+def _refuse_unread(setup: Setup, missing: Set[str]) -> None:
+    """Refuse to begin a model anew that was made from the folder: it is unlike the one that the folder is read for."""
+    unread = []
+    for model, prefix in models_of_folder(setup.model, setup.values.folder):
+        names = {each.name for each in setup.tensors.parameters if each.name.startswith(prefix)}
+        if names and names <= missing:
+            unread.append(f"{prefix.removesuffix('.')} ({type(model).__name__})")
+    if unread:
+        raise CheckpointError(
+            f"{setup.values.folder} is read for models of one kind. Others were made from it too, and init_new= would "
+            f"begin them anew. Give them their values on rank 0, with from_pretrained in place of meta_model:",
+            unread,
+        )
 
 
 def match_state_dict(tensors: Sequence[ModelTensor], state: Mapping[str, torch.Tensor]) -> RootValues:

@@ -164,6 +164,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "set it on rank 0": _SHARDED,
         "Build the model with it": _SHARDED,
         "pass init_new=": _SHARDED,
+        "Give them their values on rank 0": "sharding/test_checkpoint_folder.py::"
+        "test_a_model_of_the_folder_that_is_unlike_the_first_is_not_begun_anew",
     },
     "_sharding/weightless.py": {
         "Leave them out": _PREPARE,

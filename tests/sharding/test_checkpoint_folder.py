@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from safe_loading import CheckpointError, wrap_fsdp_meta_safe
+from safe_loading import CheckpointError, meta_model, wrap_fsdp_meta_safe
 from safe_loading._sharding.checkpoint_folder import _digest
 from safe_loading._sharding.open_source import open_source
 
@@ -53,13 +54,15 @@ def test_a_file_smaller_than_a_sample_is_hashed_whole(tmp_path: Path) -> None:
     assert one != other
 
 
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 class Flamingo(nn.Module):
     """A language model and a part of the user's own."""
 
     def __init__(self, *, adapted: bool, tied: bool) -> None:
         super().__init__()
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **sizes))
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **SIZES))
         self.lang_encoder = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if adapted else model
         self.perceiver = nn.Linear(32, 4)
 
@@ -83,8 +86,7 @@ class Scored(nn.Module):
 
     def __init__(self, kind: type[Any], labels: int = 1) -> None:
         super().__init__()
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        self.model = kind(LlamaConfig(vocab_size=64, **sizes))
+        self.model = kind(LlamaConfig(vocab_size=64, **SIZES))
         self.score = nn.Linear(32, labels)
 
 
@@ -140,3 +142,57 @@ def test_a_folder_with_more_than_a_users_module_is_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"does not fit this Flamingo; .*:\n.*other\.weight: .*$") as refused:
         wrap_fsdp_meta_safe(model, tmp_path)
     assert "lang_encoder" not in str(refused.value)
+
+
+class Compared(nn.Module):
+    """A model, a reference of the same folder and one without its head, and a part of the user's own."""
+
+    def __init__(self, load: Callable[..., Any], *, critic: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.first = load(LlamaConfig(vocab_size=64, **SIZES), LlamaForCausalLM)
+        self.model = get_peft_model(load("base", LlamaForCausalLM), LoraConfig(target_modules=["q_proj"]))
+        self.reference = load("base", LlamaForCausalLM).requires_grad_(False)
+        if critic:
+            self.critic = load("base", LlamaModel)
+
+
+def ones(new: nn.Module) -> None:
+    for parameter in new.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_model_that_was_made_from_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    saved = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=apart, **SIZES))
+    values = {name: value.clone() for name, value in saved.state_dict().items()}
+    values["lm_head.weight"] += 1
+    saved.save_pretrained(tmp_path / "base")
+    save_file(values, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.chdir(tmp_path)
+    with torch.device("meta"):
+        model = Compared(meta_model)
+    wrapped: Any = wrap_fsdp_meta_safe(model, tmp_path / "base", init_new=ones)
+    for inner in (wrapped.model.get_base_model(), wrapped.reference):
+        found = {name.replace(".base_layer", ""): value for name, value in inner.state_dict().items()}
+        assert all(torch.equal(found[name].full_tensor(), value) for name, value in values.items())
+    assert bool((wrapped.first.lm_head.weight.full_tensor() == 1).all())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_of_the_folder_that_is_unlike_the_first_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    with torch.device("meta"):
+        model = Compared(meta_model, critic=True)
+    with pytest.raises(CheckpointError, match=r"critic \(LlamaModel\)"):
+        wrap_fsdp_meta_safe(model, "base", init_new=ones)
+    given = LlamaModel.from_pretrained("base")
+    model.critic = given
+    wrapped: Any = wrap_fsdp_meta_safe(model, "base", init_new=ones)
+    assert torch.equal(wrapped.critic.norm.weight.full_tensor(), torch.ones(32))

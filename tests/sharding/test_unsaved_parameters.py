@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tiny_models import saved
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaModel, MarianMTModel
 
-from safe_loading import meta_model, wrap_fsdp_meta_safe
+from safe_loading import ArgumentError, meta_model, wrap_fsdp_meta_safe
 
 POSITIONS = [f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")]
 
@@ -69,3 +70,55 @@ def test_adapters_inside_a_module_begin_as_peft_began_them(tmp_path: Path) -> No
     model: Any = wrap_fsdp_meta_safe(made(meta_model(tmp_path, LlamaModel)), tmp_path, init_new=init_new)
     for name, value in model.rwtransformer.state_dict().items():
         assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_adapter_inside_a_users_module_is_read_from_its_folder(tmp_path: Path) -> None:
+    saved("LlamaModel", tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    trained = get_peft_model(LlamaModel.from_pretrained(tmp_path / "base"), lora)
+    trained.save_pretrained(tmp_path / "adapter")
+    options: Any = {"init_new": nn.Linear.reset_parameters, "adapters": tmp_path / "adapter"}
+    model: Any = Reward(get_peft_model(meta_model(tmp_path / "base", LlamaModel), lora))
+    wrapped: Any = wrap_fsdp_meta_safe(model, tmp_path / "base", **options)
+    found = wrapped.rwtransformer.state_dict()
+    for name, value in trained.state_dict().items():
+        assert torch.equal(found[name].full_tensor() if isinstance(found[name], DTensor) else found[name], value)
+    two = nn.Sequential(*[Reward(get_peft_model(meta_model(tmp_path / "base", LlamaModel), lora)) for _ in range(2)])
+    with pytest.raises(ArgumentError, match=r"and 0\.rwtransformer, 1\.rwtransformer of this Sequential have some"):
+        wrap_fsdp_meta_safe(two, tmp_path / "base", **options)
+    options["adapters"] = None
+    for each in two:
+        base = LlamaModel.from_pretrained(tmp_path / "base")
+        each.rwtransformer = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    given: Any = wrap_fsdp_meta_safe(two, tmp_path / "base", **options)
+    name = "base_model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    assert torch.equal(given[1].rwtransformer.get_parameter(name).full_tensor(), trained.get_parameter(name))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_merge_inside_a_users_module_is_not_lost(tmp_path: Path, version: Literal[1, 2]) -> None:
+    saved("LlamaModel", tmp_path)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = Reward(get_peft_model(LlamaModel.from_pretrained(tmp_path), lora))
+    wrapped: Any = wrap_fsdp_meta_safe(model, version=version)
+    with pytest.raises(ArgumentError, match=f"merge_and_unload.. of a model that FSDP{version} wrapped"):
+        wrapped.rwtransformer.merge_and_unload(safe_merge=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("version", [1, 2])
+def test_models_inside_a_users_module_are_saved_whole(tmp_path: Path, version: Literal[1, 2]) -> None:
+    saved("LlamaModel", tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = Reward(get_peft_model(LlamaModel.from_pretrained(tmp_path / "base"), lora))
+    model.reference = LlamaModel.from_pretrained(tmp_path / "base")
+    for name in ("rwtransformer", "reference"):
+        getattr(model, name).save_pretrained(tmp_path / "one" / name)
+    wrapped: Any = wrap_fsdp_meta_safe(model, version=version)
+    for name, file in (("rwtransformer", "adapter_model"), ("reference", "model")):
+        getattr(wrapped, name).save_pretrained(tmp_path / "sharded" / name)
+        one, sharded = (load_file(tmp_path / each / name / f"{file}.safetensors") for each in ("one", "sharded"))
+        assert one.keys() == sharded.keys()
+        assert all(torch.equal(value, sharded[key]) for key, value in one.items())
