@@ -77,7 +77,7 @@ def test_an_adapter_inside_a_users_module_is_read_from_its_folder(tmp_path: Path
     saved("LlamaModel", tmp_path / "base")
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     trained = get_peft_model(LlamaModel.from_pretrained(tmp_path / "base"), lora)
-    trained.save_pretrained(tmp_path / "adapter")
+    trained.save_pretrained(str(tmp_path / "adapter"))
     options: Any = {"init_new": nn.Linear.reset_parameters, "adapters": tmp_path / "adapter"}
     model: Any = Reward(get_peft_model(meta_model(tmp_path / "base", LlamaModel), lora))
     wrapped: Any = wrap_fsdp_meta_safe(model, tmp_path / "base", **options)
