@@ -100,6 +100,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "make it with init_device_mesh": _ROADS,
     },
     "_sharding/new_values.py": {
+        "Load them on rank 0": "sharding/test_unsaved_parameters.py::"
+        "test_an_adapter_inside_a_users_module_is_read_from_its_folder",
         "Attach it to a base with weights": _PEFT,
         "Load the two with load_peft_on_rank": "sharding/test_wrap_fsdp_advice.py::"
         "test_an_adapter_that_changed_its_base_is_wrapped_with_it",
