@@ -93,8 +93,9 @@ def wrap_fsdp_meta_safe(
         model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
         source: A folder or hub id: each rank reads its own bytes from it, and no weight is sent. It is that of the
             model of transformers, also where that is inside a module of yours, once or more often, or has the names of
-            the module's own ``state_dict()``. A state dict on rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own
-            weights, scattered. Persistent buffers that are missing from the source are those of rank 0's model.
+            the module's own ``state_dict()``. A state dict on rank 0 (None or ``{}`` on the others): scattered. None:
+            rank 0's own weights, scattered. Persistent buffers that are missing from the source are those of rank 0's
+            model.
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
             FSDP1 takes replicas of two shards or more. A last dimension named "tp", after the shards, splits each layer

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("version", [1, 2])
-def test_they_have_the_values_of_their_class(folder: Path, version: int) -> None:
+def test_they_have_the_values_of_their_class(folder: Path, version: Literal[1, 2]) -> None:
     expected = MarianMTModel.from_pretrained(folder).state_dict()
     model = wrap_fsdp_meta_safe(meta_model(folder, MarianMTModel), folder, version=version)
     found: dict[str, Any] = model.state_dict()
