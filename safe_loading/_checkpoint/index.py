@@ -27,6 +27,7 @@ class Index:
     path: Path
     weight_map: Mapping[str, str]  # the file of each tensor, relative to the folder of the index
     total_size: int | None  # the bytes of all tensors as the index states them; None if it does not
+    dtype: object = None  # as the index states it
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def inspect_index(path: Path, read: JsonFiles | None = None) -> tuple[Index | No
         return None, [fault("index-weight-map", path, message, "save or download the index again")]
     findings = _weight_map_faults(path, weight_map)
     total_size, notes = _total_size(path, document)
-    index = None if findings else Index(path, weight_map, total_size)
+    metadata = document.get("metadata")
+    dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
+    index = None if findings else Index(path, weight_map, total_size, dtype)
     return index, findings + notes
 
 

@@ -84,7 +84,7 @@ def base_on_meta(
     except Exception:  # remote code may do anything
         return None
     try:
-        own = weights_dtype(dtype, config, folder)
+        own = weights_dtype(dtype, config, folder, base_kwargs.get("variant"))
         return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=for_constructor(unused))
     except CheckpointError:  # it is too large to be built at all
         raise

@@ -21,7 +21,7 @@ from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._core.engines import missing_of_load, note_uses
+from safe_loading._core.engines import kept_dtypes, missing_of_load, note_uses
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._core.report import counted, format_bytes
 from safe_loading._core.thread_patches import patched
@@ -178,11 +178,13 @@ def _differs(planned: IntoPlace, model: Any, state_dict: Mapping[str, Any], load
         isinstance(tensor, torch.Tensor) for tensor in state_dict.values()
     ):
         return "transformers reads the files whole, or other files"
-    state = model.state_dict()
+    state, kept = model.state_dict(), kept_dtypes(model, load_config.dtype)
     for name, expected in planned.source.slots.items():
         here = state.get(name)
         if type(here) is not torch.Tensor or not here.is_meta or tuple(here.shape) != expected.shape:
             return f"the model that transformers makes has {name} in another way"
+        if expected.dtype != ((kept and kept(name)) or here.dtype):
+            return f"transformers makes {name} in another dtype"
     rules = [(type(rule), rule.source_patterns) for rule in load_config.weight_mapping or ()]
     if rules != [(type(rule), rule.source_patterns) for rule in planned.source.layout.rules]:
         return "transformers renames its tensors by other rules"

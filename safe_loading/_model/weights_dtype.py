@@ -35,7 +35,10 @@ class WeightsDtype(NamedTuple):
 
 
 def find_weights_dtype(
-    asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None = None
+    asked: torch.dtype | str | None,
+    config: PreTrainedConfig,
+    folder: ModelFolder | None = None,
+    variant: str | None = None,
 ) -> WeightsDtype:
     """Return the dtype of the weights, by the order of truth.
 
@@ -54,7 +57,7 @@ def find_weights_dtype(
     source = str(config.name_or_path or "")
     if folder is None and source and Path(source).is_dir():
         folder = ModelFolder(Path(source))
-    known = dtype_on_disk(folder) or _of_parts(config) or _of_quantization(config)
+    known = dtype_on_disk(folder, variant) or _of_parts(config) or _of_quantization(config)
     if known is not None:
         return WeightsDtype(known)
     default = torch.get_default_dtype()
@@ -89,9 +92,11 @@ def _checked_by_size(found: WeightsDtype, model: torch.nn.Module) -> WeightsDtyp
     return WeightsDtype(torch.float16, _assumed(torch.float16, where, "by the size of its files"))
 
 
-def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None) -> torch.dtype:
+def weights_dtype(
+    asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None, variant: str | None = None
+) -> torch.dtype:
     """Return the dtype of the weights, as :func:`find_weights_dtype`, for whoever reads the weights anyway."""
-    return find_weights_dtype(asked, config, folder).dtype
+    return find_weights_dtype(asked, config, folder, variant).dtype
 
 
 def loaded_by_trainer(dtype: str, config: PreTrainedConfig, folder: ModelFolder | None) -> Finding | None:
@@ -112,16 +117,22 @@ def loaded_by_trainer(dtype: str, config: PreTrainedConfig, folder: ModelFolder 
     return Finding("loaded-by-trainer", "warning", str(folder.path), message, fix)
 
 
-def dtype_on_disk(folder: ModelFolder | None) -> torch.dtype | None:
-    """Return the dtype of a checkpoint's first floating-point tensor, which transformers takes for "auto".
+def dtype_on_disk(folder: ModelFolder | None, variant: str | None = None) -> torch.dtype | None:
+    """Return the dtype that an index names, else that of the first floating-point tensor: transformers' own "auto".
 
-    Codes are passed over, as transformers does: no model computes in 8 bits.
+    The first is that of the first file by its name in the alphabet, whatever the order in the header. Codes are passed
+    over, as transformers does: no model computes in 8 bits.
     """
-    checkpoint = folder.inspect_checkpoint(kind="model")[0] if folder is not None else None
-    for info in checkpoint.tensors.values() if checkpoint is not None else ():
-        dtype = DTYPES.get(info.dtype)
-        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
-            return dtype
+    checkpoint = folder.inspect_checkpoint(variant=variant, kind="model")[0] if folder is not None else None
+    if checkpoint is None:
+        return None
+    if checkpoint.index is not None and (named := _floating(checkpoint.index.dtype)) is not None:
+        return named
+    for header in checkpoint.headers.values():
+        for _, info in sorted(header.tensors.items()):
+            dtype = DTYPES.get(info.dtype)
+            if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
     return None
 
 

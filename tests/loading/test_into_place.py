@@ -165,6 +165,16 @@ def test_files_that_transformers_has_read_ahead_are_left_to_it(mixtral: Path, mo
     assert_equal(pair)
 
 
+def test_weights_that_transformers_makes_in_another_dtype_are_left_to_it(mixtral: Path) -> None:
+    kind = transformers.MixtralForCausalLM
+    plain = kind.from_pretrained(mixtral, dtype=torch.float16)
+    with read_into_place(planned(mixtral, kind, torch.bfloat16)) as told:
+        ours = kind.from_pretrained(mixtral, dtype=torch.float16)
+    assert "in another dtype" in told[0].why
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert {each.dtype for each in ours.parameters()} == {torch.float16}
+
+
 def of_mixtral(mixtral: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Write the model into one file of another folder, and return its tensors."""
     tensors = {name: each for file in mixtral.glob("*.safetensors") for name, each in load_file(file).items()}

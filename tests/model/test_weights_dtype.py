@@ -140,6 +140,43 @@ def test_codes_in_8_bits_are_no_dtype_of_a_model(tmp_path: Path) -> None:
     assert dtype_on_disk(ModelFolder(tmp_path)) == torch.bfloat16
 
 
+def in_one_file(tmp_path: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path / "saved", torch.bfloat16))
+    model.save_pretrained(tmp_path / "whole")
+    return without_dtype(tmp_path / "whole")
+
+
+def test_a_file_says_its_dtype_by_the_first_name_in_the_alphabet(tmp_path: Path) -> None:
+    """A header lists what has the wider dtype first."""
+    folder = in_one_file(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: tensor.float() if "norm" in name else tensor for name, tensor in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert meta_model(folder).dtype == torch.bfloat16
+
+
+def test_an_index_says_its_dtype_before_its_files(tmp_path: Path) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path / "saved", torch.bfloat16))
+    saved.save_pretrained(tmp_path / "split", max_shard_size="20KB")
+    folder = without_dtype(tmp_path / "split")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"]["dtype"] = "float16"
+    index.write_text(json.dumps(content))
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float16
+    assert meta_model(folder).dtype == torch.float16
+
+
+def test_a_variant_says_its_own_dtype(tmp_path: Path) -> None:
+    folder = in_one_file(tmp_path)
+    halves = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.fp16.safetensors", metadata={"format": "pt"})
+    assert AutoModelForCausalLM.from_pretrained(folder, variant="fp16").dtype == torch.float16
+    assert dtype_on_disk(ModelFolder(folder), "fp16") == torch.float16
+    assert dtype_on_disk(ModelFolder(folder)) == torch.bfloat16
+
+
 def test_a_dtype_that_nothing_names_is_said_to_be_assumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = folder_of(tmp_path, LLAMA)
     (found,) = (f for f in plan_device_map(folder, CARD, verify=False).findings if f.code == "dtype-assumed")
