@@ -22,6 +22,7 @@ from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding
+from safe_loading._ranks.device_guard import ONE_BUILD
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import ArgumentError
 
@@ -152,7 +153,7 @@ def build_on_meta(
     options: dict[str, object] = {"dtype": dtype, **(arguments or {})}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with ExitStack() as around:
+    with ONE_BUILD, ExitStack() as around:  # transformers sets the default dtype, which is the whole process's
         around.enter_context(own_generators())
         around.enter_context(made_whole())
         around.enter_context(torch.device("meta"))

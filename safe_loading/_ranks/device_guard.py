@@ -115,8 +115,8 @@ def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]
         )
 
 
-# The progress bars and the default dtype belong to the process: one load at a time.
-_LOCK = threading.RLock()
+# The progress bars and the default dtype belong to the process: one load, or one model on meta, at a time.
+ONE_BUILD = threading.RLock()
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def guarded(device: torch.device, *, builds: bool = True) -> Iterator[None]:
     # A parameter that no file holds (strict=False, a new head) starts the same on every rank: from generators of one
     # seed. A tensor made in inference mode can never be trained, and a lower default dtype would round float32 values.
     numbers = own_generators(operations=builds)
-    with _LOCK, torch.inference_mode(False), torch.enable_grad(), current, numbers, ExitStack() as stack:
+    with ONE_BUILD, torch.inference_mode(False), torch.enable_grad(), current, numbers, ExitStack() as stack:
         if (dtype := torch.get_default_dtype()) != torch.float32:  # which is the whole process's
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, dtype)

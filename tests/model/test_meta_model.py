@@ -8,6 +8,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,26 @@ def test_a_class_of_no_engine_is_cast_whole() -> None:
 
     model = build_on_meta(Own, LlamaConfig(), torch.bfloat16)
     assert {(parameter.dtype, parameter.is_meta) for parameter in model.parameters()} == {(torch.bfloat16, True)}
+
+
+def test_a_model_is_built_in_one_thread_at_a_time_because_the_default_dtype_is_the_whole_process_s() -> None:
+    inside = threading.Barrier(2)
+
+    class Met(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            with pytest.raises(threading.BrokenBarrierError):  # nobody else comes
+                inside.wait(timeout=1)
+
+    def build(dtype: torch.dtype) -> torch.dtype:
+        config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        parameter = next(build_on_meta(Met, config, dtype).parameters())
+        return parameter.dtype
+
+    dtypes = [torch.bfloat16, torch.float16]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(build, dtypes)] == dtypes
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_the_class_is_that_of_the_config_or_the_auto_class_of_its_code() -> None:

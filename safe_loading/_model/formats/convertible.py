@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from safe_loading._ranks.device_guard import ONE_BUILD
 from safe_loading.errors import ArgumentError
 
 from .format import QuantizationRequest
@@ -72,12 +73,13 @@ def convertible(
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Set torch's default dtype inside the block: new layers get their biases in it, as in ``from_pretrained``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with ONE_BUILD:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
