@@ -31,7 +31,14 @@ from .slots import AdapterSlot, adapter_slots, route, saved_tensors
 from .starts import starts_on_base
 
 # Fields of a LoRA's config after which peft builds other layers, whose tensors may be the same.
-_BUILT_INTO_LAYERS = ("arrow_config", "monteclora_config", "use_bdlora", "use_qalora", "velora_config")
+_BUILT_INTO_LAYERS = (
+    "arrow_config",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
 _TOKENS = "alora_invocation_tokens"
 
 
@@ -131,6 +138,8 @@ def _set_scalings(model: PeftModel, name: str, config: LoraConfig) -> None:
         if not isinstance(layer, LoraLayer) or name not in layer.scaling:
             continue
         path = without_peft_prefix(path)
+        if (parameter := getattr(layer, "parameter_name", None)) is not None:  # peft matches the parameter's own name
+            path = f"{path.replace('.base_layer', '')}.{parameter}"
         rank = of_pattern(config.rank_pattern, path, config.r)
         alpha = of_pattern(config.alpha_pattern, path, config.lora_alpha)
         scaling: object = layer.scaling[name]

@@ -181,6 +181,18 @@ def test_a_swap_takes_the_patterns_of_its_config(tmp_path: Path, tiny_llama: Pat
 
 
 @needs("peft", "0.20")
+def test_a_swap_takes_the_patterns_of_parameters(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**SIZES, **sizes)).save_pretrained(tmp_path / "base")
+    fused: dict[str, Any] = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    fused |= {"rank_pattern": {"experts.down_proj": 8}, "alpha_pattern": {"experts.gate_up_proj": 3}}
+    one, two = (save_adapter(tmp_path / str(seed), tmp_path / "base", seed=seed, **fused) for seed in (1, 2))
+    model = load_peft_on_rank(tmp_path / "base", one)
+    load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), logits(two_steps(two, tmp_path / "base")))
+
+
+@needs("peft", "0.20")
 def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     one, two = (
         save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, target_modules=["embed_tokens"]) for seed in (1, 2)
@@ -230,6 +242,11 @@ _BLOCKS = {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": [], "nblock
 OTHER_LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an aLoRA into a LoRA": ({}, {"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens is \[5, 6\], not None"),
     "a LoRA into an aLoRA": ({"alora_invocation_tokens": [5, 6]}, {}, r"alora_invocation_tokens is None, not \[5, 6\]"),
+    "other tokens": (
+        {"trainable_token_indices": [1, 2]},
+        {"trainable_token_indices": [3, 4]},
+        r"trainable_token_indices is \[3, 4\], not \[1, 2\]",
+    ),
     "a LoRA of groups": ({}, {"use_qalora": True, "qalora_group_size": 1}, "use_qalora is True, not False"),
     "a smaller rank of blocks": (
         {"use_bdlora": _BLOCKS},
