@@ -38,6 +38,7 @@ from safe_loading._loading import inject
 from safe_loading._memory.trace import operation_cache
 from safe_loading._merging.disk import output_model
 from safe_loading._merging.weights import dequantize
+from safe_loading._ranks import own_generators
 
 MOST = 8  # lines of a verb where Ctrl-C comes; the slow sweep takes twenty-five times as many
 SLOW_VERBS = ("audit", "predict", "plan")  # an eighth of them
@@ -219,6 +220,23 @@ def test_torch_is_switched_on_again_wherever_a_trace_switches_it_off() -> None:
         with contextlib.suppress(KeyboardInterrupt), interrupted_at(number, within=file) as lines:
             predict_memory(model, STEP)
         assert facts(model)["switches"] == before, lines.place
+
+
+@pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
+def test_torch_is_as_it_was_where_a_load_from_a_folder_is_interrupted_as_it_ends(
+    signalled: bool, tiny_llama: Path
+) -> None:
+    """At the last lines of what draws in it: the mode that it entered first is left there."""
+    file = (own_generators.__file__,)
+    load_peft_on_rank(_adapters()["other"], tiny_llama)
+    before = facts(())
+    with interrupted_at(within=file) as lines:
+        load_peft_on_rank(_adapters()["other"], tiny_llama)
+    for number in range(lines.count - 4, lines.count + 1):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(number, signalled=signalled, within=file) as lines:
+            load_peft_on_rank(_adapters()["other"], tiny_llama)
+        found = facts(())
+        assert [name for name in before if found[name] != before[name]] == [], lines.place
 
 
 def _dequantized() -> None:

@@ -284,12 +284,13 @@ def _attach_and_move(
 
 @contextmanager
 def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]:
-    """If the block raises, restore the caller's ``model`` and its devices; yield its snapshot.
+    """If the block raises, restore torch's state, and the caller's ``model`` and its devices; yield its snapshot.
 
-    Nothing is done, and an empty list yielded, when there is no such model.
+    An empty list is yielded when there is no such model.
     """
     if model is None:
-        yield []
+        with restored_by([]) as nothing:
+            yield nothing
         return
     take_idle_caches_off(model)
     devices = devices_of(model)
