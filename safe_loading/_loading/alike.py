@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ _FIELDS_OF_PATTERNS = ("rank_pattern", "alpha_pattern")
 _FIELDS_OF_ORIGIN = frozenset(
     {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "task_type"}
 )
+# As peft has them after an injection: by the base's kind where the file named none, and as names in this release.
+_FIELDS_OF_TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _FACTORS = ("lora_A", "lora_B")
 # Older releases take each field of the config as an argument of its own.
 _TAKES_CONFIG = "config" in inspect.signature(LoraLayer.update_layer).parameters
@@ -66,6 +69,7 @@ class AdapterPlan:
 
     first: str  # the adapter for which it was found
     places: Mapping[str, FactorPlace]  # by key in the file
+    targets: Mapping[str, object]  # what its config had after the injection, in the fields of targets
 
     def layers(self, model: PeftModel) -> dict[str, LoraModule] | None:
         """Return the layers by path; None when one of them has changed since."""
@@ -134,7 +138,9 @@ def remember(
         if not plain or isinstance(layer, (MultiheadAttention, ParamWrapper)) or id(value) not in key_in_file:
             return
         places[key_in_file[id(value)]] = FactorPlace(layer_path, factor, attribute, tuple(value.shape))
-    model.__dict__.setdefault(_PLANS, {})[structure_of(facts)] = AdapterPlan(name, places)
+    # kept here, since another adapter may later have that name
+    targets = {field: deepcopy(getattr(model.peft_config[name], field)) for field in _FIELDS_OF_TARGETS}
+    model.__dict__.setdefault(_PLANS, {})[structure_of(facts)] = AdapterPlan(name, places, targets)
 
 
 def plan_for(model: PeftModel, facts: AdapterFolder) -> AdapterPlan | None:

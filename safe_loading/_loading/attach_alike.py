@@ -40,10 +40,7 @@ def attach_alike(
     errors = errors_in(findings)
     if errors and strict:
         raise refusal([adapter], type(base_of(model)).__name__, errors)
-    # As peft has it after an injection: by the base's kind where the file named none, and as names in this release.
-    of_first = model.peft_config[alike.plan.first]
-    for field in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
-        vars(config)[field] = deepcopy(getattr(of_first, field))
+    vars(config).update(deepcopy(dict(alike.plan.targets)))
     model.peft_config[name] = config
     _build(alike.layers, adapter)
     slots = _slots(alike.layers, alike.plan.places, name)

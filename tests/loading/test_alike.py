@@ -93,6 +93,23 @@ def test_several_in_one_call_are_checked_and_attached_by_the_plan(
         assert torch.equal(logits(model), logits(two_steps(adapter, base)))
 
 
+def test_the_targets_are_those_of_the_plan_where_another_adapter_has_the_name_of_its_first(
+    made: Made, tmp_path: Path
+) -> None:
+    base = made.llama()
+    first, second = (made.adapter(base, seed=seed, target_modules=["q_proj", "v_proj"]) for seed in (1, 2))
+    more = made.adapter(base, target_modules=["q_proj", "v_proj", "k_proj"])
+    model = load_peft_on_rank(base, first)
+    load_adapter_on_rank(model, second, "kept")
+    model.set_adapter("kept")
+    model.delete_adapter("default")
+    load_adapter_on_rank(model, more, "default")
+    load_adapter_on_rank(model, second, "third")
+    assert model.peft_config["third"].to_dict()["target_modules"] == {"q_proj", "v_proj"}
+    model.save_pretrained(tmp_path, selected_adapters=["third"])
+    assert torch.equal(logits(load_peft_on_rank(base, tmp_path / "third")), logits(two_steps(second, base)))
+
+
 def test_it_is_an_adapter_like_any_other(made: Made, tmp_path: Path) -> None:
     base = made.llama()
     first, second = made.adapter(base), made.adapter(base, seed=2)
