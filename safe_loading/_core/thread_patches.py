@@ -19,6 +19,8 @@ from typing import Any
 
 _MISSING: Any = object()
 _GUARD = threading.RLock()
+# The default dtype and the bars belong to the process: one load, or one model on meta, at a time.
+ONE_BUILD = threading.RLock()
 
 
 def do_nothing(*_: object, **__: object) -> None:

@@ -92,22 +92,29 @@ def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
     return _of_mlx(found) if is_mlx else found
 
 
-def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
-    """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is zero."""
-    findings, zero, factors = [], [], dict[str, torch.Tensor]()
+def value_findings(
+    facts: AdapterFolder, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = torch.float32
+) -> list[Finding]:
+    """Return findings for NaN and infinity, for factors of no dtype to compute in, and for a ``lora_B`` that is zero.
+
+    ``dtype`` is what the values are cast to; None leaves them as they are.
+    """
+    findings, zero, factors = _factor_dtypes(facts, tensors, dtype), [], dict[str, torch.Tensor]()
     if not tensors:  # of a method that peft put on none of the layers that it was given
         fix = "train it again with a method that adapts the layers of its base, such as LoRA"
         if facts.config.get("peft_type") == "LORA":  # as scripts left it that put a state_dict() of their own
             fix = "save it again with save_pretrained of the PeftModel, without a state_dict of your own"
         findings.append(fault("no-tensors", facts.weights, "holds no tensor at all", fix))
     for key, tensor in tensors.items():
-        if ".lora_" in key and not tensor.is_floating_point():
-            findings.append(_integer_factor(facts, key, tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
         low, high = value_range(tensor)
         if not (math.isfinite(low) and math.isfinite(high)):
             findings.append(_non_finite(facts, key, tensor))
+        elif dtype is not None and max(-low, high) > torch.finfo(dtype).max:
+            message = f"has values up to {max(-low, high):.3g}, which {dtype} does not hold"
+            fix = "pass another adapter_dtype=, such as torch.bfloat16"
+            findings.append(fault("non-finite", f"{facts.weights}: {key}", message, fix, tensor.nbytes))
         if ".lora_B" in key or ".lora_embedding_B" in key:
             factors[key] = tensor
             if low == 0 and high == 0:
@@ -158,13 +165,29 @@ def _shards_at(length: int, first: int, last: int) -> set[tuple[int, int]]:
     return found
 
 
-def _integer_factor(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:
-    message = (
-        f"the tensor is {tensor.dtype}, {list(tensor.shape)}; LoRA factors are floats, and peft would cast it without "
-        f"a warning"
-    )
-    fix = "save the adapter again; dequantize a quantized one with the library that quantized it"
-    return fault("adapter-dtype", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
+def _factor_dtypes(
+    facts: AdapterFolder, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> list[Finding]:
+    """Return a finding for each factor in whose dtype no forward pass would run."""
+    findings = []
+    for key, tensor in tensors.items():
+        other = tensors.get(key.replace(".lora_B", ".lora_A").replace(".lora_embedding_B", ".lora_embedding_A"), tensor)
+        message = f"the tensor is {tensor.dtype}, {list(tensor.shape)}; "
+        if ".lora_" not in key:
+            continue
+        if not tensor.is_floating_point():
+            message += "LoRA factors are floats, and peft would cast it without a warning"
+            fix = "save the adapter again; dequantize a quantized one with the library that quantized it"
+        elif dtype is None and (
+            tensor.dtype.itemsize == 1 or (tensor.dtype != other.dtype and other.dtype.itemsize > 1)
+        ):
+            by = "torch multiplies none" if tensor.dtype.itemsize == 1 else f"its lora_A is {other.dtype}"
+            message += f"no forward pass would run, since {by}"
+            fix = "pass adapter_dtype=torch.bfloat16, or another dtype that holds the values"
+        else:
+            continue
+        findings.append(fault("adapter-dtype", f"{facts.weights}: {key}", message, fix, tensor.nbytes))
+    return findings
 
 
 def _non_finite(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:

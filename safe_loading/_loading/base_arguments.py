@@ -95,7 +95,7 @@ def as_dtype(value: object, argument: str, other: str | None) -> torch.dtype | N
     if value == other:
         return None
     dtype = dtype_named(value)
-    if dtype is None or not dtype.is_floating_point:
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:  # in 8 bits no model computes
         raise ArgumentError(
             f"{argument}={value!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or {other!r}."
         )

@@ -71,7 +71,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
 
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
-        adapter = prepare("default", facts, is_trainable=False)
+        adapter = prepare("default", facts, is_trainable=False, dtype=None)
         start = random_start(adapter.config, adapter.file)
         errors = [*errors_of(adapter.findings), *start]
         if base_model is None and not facts.config.get("base_model_name_or_path"):

@@ -84,9 +84,14 @@ class Injection:
 
 
 def prepare(
-    name: str, facts: AdapterFolder, *, is_trainable: bool, key_mapping: Mapping[str, str] | None = None
+    name: str,
+    facts: AdapterFolder,
+    *,
+    is_trainable: bool,
+    key_mapping: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Adapter:
-    """Read an adapter's config and tensors and check the values."""
+    """Read an adapter's config and tensors and check the values, which are used in ``dtype``, or as they are."""
     check_key_mapping(key_mapping)
     config, findings = build_config(facts, is_trainable=is_trainable)
     if is_trainable and holds_finished_prompt(config):
@@ -97,7 +102,7 @@ def prepare(
         )
     tensors = read_tensors(facts)
     facts.require_unchanged()  # peft has read the config again
-    findings = [*findings, *trained_beside(facts.path), *value_findings(facts, tensors)]
+    findings = [*findings, *trained_beside(facts.path), *value_findings(facts, tensors, dtype)]
     findings += pattern_order(facts.config_file, facts.config, {key: each.shape for key, each in tensors.items()})
     return Adapter(name, facts, config, tensors, tuple(findings), key_mapping)
 

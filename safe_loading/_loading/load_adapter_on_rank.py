@@ -127,7 +127,7 @@ def load_adapter_on_rank(
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
         with group.together("load the adapter", timeout=timeout):
-            prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
+            prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping, dtype=own_dtype)
             outcome: StagedSwap | Attached
             if hotswap:
                 outcome = stage_swap(own, prepared, dtype=own_dtype)

@@ -200,7 +200,7 @@ def _checked(
 ) -> tuple[BaseOnDisk | PreTrainedModel, list[Adapter]]:
     """Read the adapters and check them against the base, of which no weight is read yet."""
     prepared = [
-        prepare(name, facts, is_trainable=options.is_trainable, key_mapping=key_mapping)
+        prepare(name, facts, is_trainable=options.is_trainable, key_mapping=key_mapping, dtype=options.adapter_dtype)
         for name, facts in sources.adapters.items()
     ]
     base = check_before_load(sources.require_base(), prepared, options) if loaded_base is None else loaded_base

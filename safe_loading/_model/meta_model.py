@@ -22,7 +22,7 @@ from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._ranks.device_guard import ONE_BUILD
+from safe_loading._core.thread_patches import ONE_BUILD
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import ArgumentError
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from safe_loading._core.thread_patches import ONE_BUILD
 from safe_loading._core.walk import walk_parameters, walk_tensors
 from safe_loading.errors import ArgumentError, DeviceError
 
@@ -113,10 +113,6 @@ def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]
             "fewer ranks, make a device of its own visible to each, or pass device= if they are to share it:",
             problems,
         )
-
-
-# The progress bars and the default dtype belong to the process: one load, or one model on meta, at a time.
-ONE_BUILD = threading.RLock()
 
 
 @contextmanager

@@ -325,6 +325,37 @@ def test_a_swap_of_another_dtype_and_of_a_merged_adapter(tmp_path: Path, tiny_ll
     assert torch.allclose(logits(model), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["8 bits", "two dtypes"])
+def test_factors_in_which_nothing_computes_are_cast(
+    kind: str, tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    folder = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    dtype, of = (torch.float8_e4m3fn, ".lora_") if kind == "8 bits" else (torch.bfloat16, ".lora_B")
+    change_tensors(folder, lambda found: {key: each.to(dtype) if of in key else each for key, each in found.items()})
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
+    for load in (
+        lambda **options: load_peft_on_rank(tiny_llama, folder, **options),
+        lambda **options: load_adapter_on_rank(model, folder, "second", **options),
+    ):
+        with pytest.raises(AdapterError, match=r"no forward pass would run.* pass adapter_dtype=torch\.bfloat16"):
+            load()
+        load(adapter_dtype=torch.bfloat16)
+    assert not check_checkpoint(folder, base_model=tiny_llama).ok
+    model.set_adapter("second")
+    assert logits(model).isfinite().all()
+    assert merge_lora_checkpoint(tiny_llama, folder, tmp_path / "merged").ok
+
+
+def test_values_that_a_dtype_does_not_hold_are_cast_to_another(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    folder = shutil.copytree(tiny_adapter, tmp_path / "adapter")
+    change_tensors(folder, lambda found: {key: each * 1e8 for key, each in found.items()})
+    with pytest.raises(AdapterError, match=r"pass another adapter_dtype=, such as torch\.bfloat16"):
+        load_peft_on_rank(tiny_llama, folder, adapter_dtype="float16")
+    assert load_peft_on_rank(tiny_llama, folder, adapter_dtype=torch.bfloat16).load_report.ok
+
+
 def test_two_values_of_a_tied_weight_are_one_or_untied(tmp_path: Path, tiny_adapter: Path) -> None:
     base = save_llama(tmp_path / "base", tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -460,6 +491,7 @@ def test_a_base_is_sound_once_the_finding_is_mended(
         ({"base_kwargs": {"subfolder": "x"}}, {"base_subfolder": ""}),
         ({"base_kwargs": {"output_loading_info": True}}, {}),
         ({"adapter_dtype": "int8"}, {"adapter_dtype": "bfloat16"}),
+        ({"adapter_dtype": "float8_e4m3fn"}, {"adapter_dtype": "bfloat16"}),
     ],
 )
 def test_arguments_of_other_names_have_one_here(

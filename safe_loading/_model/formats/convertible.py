@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from safe_loading._ranks.device_guard import ONE_BUILD
+from safe_loading._core.thread_patches import ONE_BUILD
 from safe_loading.errors import ArgumentError
 
 from .format import QuantizationRequest
