@@ -11,6 +11,7 @@ import difflib
 import glob
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -270,8 +271,8 @@ def _write_reference(repo: str, revision: str, commit: str, cache_dir: str | os.
     if reference.is_file() and reference.read_text() == commit:
         return
     reference.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed, because other processes may read or write the same reference now.
-    scratch = reference.with_name(f"{reference.name}.{os.getpid()}.tmp")
+    # Written aside and renamed, because other processes and threads may read or write the same reference now.
+    scratch = reference.with_name(f"{reference.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     scratch.write_text(commit)
     scratch.replace(reference)
 

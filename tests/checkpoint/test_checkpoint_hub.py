@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from faults import adapters as faults
 from models import save_adapter, save_llama
 from rank_server import RankServer
 
+from safe_loading._checkpoint import hub
 from safe_loading._checkpoint.hub import adapter_files, base_files, resolve
 from safe_loading.errors import ArgumentError, CheckpointNotFound, PickleRefused
 
@@ -168,3 +171,18 @@ def test_files_are_chosen_as_transformers_would() -> None:
         base_files({})(pickles, never)
     both = frozenset({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
     assert adapter_files(both, never) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_threads_may_write_a_reference_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, write = threading.Barrier(2, timeout=30), Path.write_text
+
+    def written_by_both(path: Path, text: str) -> int:
+        count = write(path, text)
+        both.wait()
+        return count
+
+    monkeypatch.setattr(Path, "write_text", written_by_both)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: hub._write_reference("me/model", "main", "c" * 40, tmp_path), range(2)))
+    refs = tmp_path / "models--me--model" / "refs"
+    assert {file.name: file.read_text() for file in refs.iterdir()} == {"main": "c" * 40}
