@@ -99,9 +99,9 @@ def engine_bars(local_rank: int) -> Iterator[None]:
         return
     shown = engine.is_progress_bar_enabled()
     hub_shown = not hub.are_progress_bars_disabled()  # type: ignore[attr-defined]  # public, not in its __all__
-    engine.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
-    hub.disable_progress_bars()  # type: ignore[attr-defined]  # as above
     try:
+        engine.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
+        hub.disable_progress_bars()  # type: ignore[attr-defined]  # as above
         yield
     finally:
         if shown:

@@ -40,9 +40,6 @@ from .split_base import alone_findings, said_of_split_base
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @tensors_on_host()
 def load_adapter_on_rank(
