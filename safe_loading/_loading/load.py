@@ -414,5 +414,5 @@ def warn_of_errors(findings: Sequence[Finding]) -> None:
     errors = errors_of(findings)
     if errors:
         lines = "\n".join(f"  - {finding}" for finding in errors)
-        # 1 is this function, 2 the verb, 3 its caller
-        warnings.warn(f"strict=False: loaded despite these problems:\n{lines}", UserWarning, stacklevel=3)
+        # 1 is this function, 2 the verb, 3 the call of its decorator, 4 its caller
+        warnings.warn(f"strict=False: loaded despite these problems:\n{lines}", UserWarning, stacklevel=4)

@@ -592,8 +592,9 @@ def test_what_no_file_fills_can_run_and_is_the_same_whatever_the_seed(made: Made
     base, adapter = made.llama(torch.bfloat16), made.adapter(made.llama(), dtype=torch.float32)
     bad = faults.edited(adapter, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_A"))
     torch.manual_seed(seed)
-    with pytest.warns(UserWarning, match="strict=False"):
+    with pytest.warns(UserWarning, match="strict=False") as told:
         model = load_peft_on_rank(base, bad, strict=False)
+    assert [each.filename for each in told if "strict=False" in str(each.message)] == [__file__]
     assert logits(model).isfinite().all()
     start = adapter_tensors(model)["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
     assert start.dtype == torch.float32
