@@ -74,22 +74,26 @@ def base_on_meta(
     auto_class: ModelClass, folder: ModelFolder, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module | None:
     """Return the base on meta, in the dtype that it will have, or None if its class cannot be built on meta."""
-    options = {"trust_remote_code": False, **base_kwargs}
-    trusted = bool(options["trust_remote_code"])
     try:
-        with quiet():
-            # With the options, because some are fields of the config (num_labels), which decide shapes.
-            config, unused = changed_config(folder, options)
-            without_passed_over(config, folder)
-    except Exception:  # remote code may do anything
-        return None
-    try:
-        own = weights_dtype(dtype, config, folder, base_kwargs.get("variant"))
-        return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=for_constructor(unused))
+        return built_on_meta(auto_class, folder, dtype, base_kwargs)
     except CheckpointError:  # it is too large to be built at all
         raise
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
+
+
+def built_on_meta(
+    auto_class: ModelClass, folder: ModelFolder, dtype: torch.dtype | str, base_kwargs: EngineKwargs
+) -> torch.nn.Module:
+    """Return the base on meta, in the dtype that it will have; its class may raise anything."""
+    options = {"trust_remote_code": False, **base_kwargs}
+    with quiet():
+        # With the options, because some are fields of the config (num_labels), which decide shapes.
+        config, unused = changed_config(folder, options)
+        without_passed_over(config, folder)
+    own = weights_dtype(dtype, config, folder, base_kwargs.get("variant"))
+    trusted = bool(options["trust_remote_code"])
+    return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=for_constructor(unused))
 
 
 def refuse_unknown_arguments(auto_class: ModelClass, folder: ModelFolder, base_kwargs: EngineKwargs) -> None:

@@ -23,7 +23,7 @@ from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 
-from .base_model import base_config
+from .base_model import base_config, built_on_meta
 from .inject import prepare
 from .load import BaseOnDisk, LoadOptions, check_before_load
 from .sources import BaseRequest, other_base_findings, resolve_base
@@ -121,6 +121,7 @@ def _answer(base: BaseOnDisk) -> LoadCheck:
     if getattr(base.config, "quantization_config", None) is not None and not plain_all_the_same(base.opened):
         return LoadCheck("headers alone: a quantizer makes the modules during the load", findings)
     if base.built_as is None:
+        built_on_meta(base.auto_class, base.opened, "auto", {})  # what it raises without remote code, a load raises too
         return LoadCheck("headers alone: its class cannot be built on meta", findings)
     return LoadCheck(f"{base.built_as} on meta", findings)
 

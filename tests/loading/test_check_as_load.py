@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from safe_loading import (
     AdapterError,
     ArgumentError,
+    CheckpointError,
     CheckpointNotFound,
     EngineError,
     check_checkpoint,
@@ -189,6 +190,21 @@ def test_a_tensor_under_two_names_is_an_error_of_the_headers(tmp_path: Path) -> 
     folder = two_layers(tmp_path / "llama")
     tensors(lambda held: held.update({"norm.weight": held[NORM].clone()}), NORM)(folder)
     assert [finding.code for finding in check_checkpoint(folder).findings] == ["tensor-two-names"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_act": "nonsense"}, {"rope_parameters": {"rope_type": "nonsense"}}, {"dtype": "float8_e4m3fn"}]
+)
+def test_a_config_of_which_transformers_builds_nothing_is_an_error(
+    wrong: dict[str, Any], tmp_path: Path, tiny_adapter: Path
+) -> None:
+    base = save_llama(tmp_path / "base")
+    config = base / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    with pytest.raises(CheckpointError):
+        load_peft_on_rank(base, tiny_adapter)
+    assert [finding.code for finding in check_checkpoint(base).findings] == ["load-refused"]
+    assert not check_checkpoint(tiny_adapter, base_model=base).ok
 
 
 def test_a_tokenizer_with_words_beyond_the_rows_is_an_error(tmp_path: Path) -> None:
