@@ -113,6 +113,7 @@ def check_fit(
     checkpoint: Checkpoint,
     adapters: Sequence[Adapter],
     layout: CheckpointLayout,
+    base_kwargs: EngineKwargs,
 ) -> None:
     """Refuse a base whose headers do not fill the model on meta, before a weight is read.
 
@@ -123,10 +124,11 @@ def check_fit(
     replaced = replaced_modules(adapters)
     problems = misfits(model, checkpoint, layout, lambda name: lies_in(name, replaced))
     if problems:
+        asked = ", or strict=False where base_kwargs= asks for a part of it" if base_kwargs else ""
         raise CheckpointError(
             f"{checkpoint.folder} does not fill the {type(model).__name__} of its config.json; nothing was done. Pass "
             f"the base that the adapter was trained on, or auto_class= for the class that it was saved as"
-            f"{_or_without_pooler(model, problems)}:",
+            f"{_or_without_pooler(model, problems)}{asked}:",
             problems,
         )
 

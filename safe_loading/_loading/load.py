@@ -184,7 +184,7 @@ def _checked_on_meta(
         planned = plan_into_place(base.opened, checkpoint, layout, meta_model, options.devices, options.base_kwargs)
         base = dataclasses.replace(base, planned=planned)
         if options.strict:
-            check_fit(meta_model, checkpoint, adapters, layout)
+            check_fit(meta_model, checkpoint, adapters, layout, options.base_kwargs)
             base = dataclasses.replace(base, replaces_weights=bool(layout.mismatched))  # all others are refused
             untied = untie_as_on_disk(meta_model, checkpoint, layout)  # as the load will
     base = dataclasses.replace(base, built_as=type(meta_model).__name__, untied=tuple(untied))

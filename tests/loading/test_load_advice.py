@@ -356,6 +356,16 @@ def test_values_that_a_dtype_does_not_hold_are_cast_to_another(
     assert load_peft_on_rank(tiny_llama, folder, adapter_dtype=torch.bfloat16).load_report.ok
 
 
+def test_fewer_layers_than_the_base_has_are_loaded_without_strict(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, layers_to_transform=[0])
+    first = {"num_hidden_layers": 1}
+    with pytest.raises(CheckpointError, match=r"or strict=False where base_kwargs= asks for a part of it"):
+        load_peft_on_rank(tiny_llama, adapter, base_kwargs=first)
+    model = load_peft_on_rank(tiny_llama, adapter, base_kwargs=first, strict=False)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama, **first), adapter)
+    assert torch.equal(logits(model), logits(plain))
+
+
 def test_two_values_of_a_tied_weight_are_one_or_untied(tmp_path: Path, tiny_adapter: Path) -> None:
     base = save_llama(tmp_path / "base", tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(base)
