@@ -113,7 +113,7 @@ def check_fit(
     checkpoint: Checkpoint,
     adapters: Sequence[Adapter],
     layout: CheckpointLayout,
-    base_kwargs: EngineKwargs,
+    base_kwargs: EngineKwargs | None = None,
 ) -> None:
     """Refuse a base whose headers do not fill the model on meta, before a weight is read.
 
