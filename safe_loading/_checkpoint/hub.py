@@ -22,6 +22,7 @@ from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFou
 from .index import read_index
 from .mlx import MLX_WEIGHTS
 from .other_things import address, other_thing
+from .strict_json import read_json_object
 from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE, names_of_model
 
 _MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
@@ -131,6 +132,12 @@ def base_files(options: Mapping[str, object]) -> Chooser:
         single, index = names_of_model(names, variant)
         if single in names:
             return [*chosen, single]
+        if index not in names and any("/" not in name and name.endswith(".safetensors") for name in names):
+            config = read_json_object(fetch("config.json")) if "config.json" in names else {}
+            single = str(config.get("transformers_weights"))  # a name of its own
+            index = single if single.endswith(".index.json") else index
+            if single in names and single != index:
+                return [*chosen, single]
         if index in names:
             return [*chosen, *sorted(set(read_index(fetch(index)).weight_map.values()))]
         if pickles:

@@ -173,6 +173,14 @@ def test_files_are_chosen_as_transformers_would() -> None:
     assert adapter_files(both, never) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_weights_that_the_config_names_are_chosen(tmp_path: Path) -> None:
+    for named, files in (("own.safetensors", ["own.safetensors"]), ("own.safetensors.index.json", ["b.safetensors"])):
+        (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": named}))
+        (tmp_path / "own.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "b.safetensors"}}))
+        names = frozenset({"config.json", named, *files})
+        assert base_files({})(names, tmp_path.joinpath) == [*sorted({"config.json", named} - {*files}), *files]
+
+
 def test_threads_may_write_a_reference_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both, write = threading.Barrier(2, timeout=30), Path.write_text
 
