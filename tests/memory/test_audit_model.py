@@ -380,6 +380,9 @@ def test_float16_weights_that_the_scaler_refuses() -> None:
     model.half()
     found = codes(model, trainer=trainer)["SL129"]
     assert found.bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    by_arguments = types.SimpleNamespace(model=model, args=types.SimpleNamespace(fp16=True, deepspeed="config.json"))
+    by_launch = types.SimpleNamespace(model=model, args=arguments, is_deepspeed_enabled=True)
+    assert all("SL129" not in codes(model, trainer=each) for each in (by_arguments, by_launch))
     exec(found.fix.removeprefix("cast them: ").partition(";")[0], {"model": model})
     assert "SL129" not in codes(model, trainer=trainer)
 

@@ -102,6 +102,12 @@ class AuditedModel:
         """The trainer's arguments, or None."""
         return getattr(self.trainer, "args", None)
 
+    def uses(self, engine: str) -> bool:
+        """Whether the trainer uses "deepspeed" or "fsdp": its arguments say so, or ``accelerate launch`` does."""
+        return bool(
+            getattr(self.training_arguments, engine, None) or getattr(self.trainer, f"is_{engine}_enabled", False)
+        )
+
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of torch, which accelerate may have wrapped (``AcceleratedOptimizer``)."""

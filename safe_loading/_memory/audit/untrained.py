@@ -202,7 +202,8 @@ _REFUSALS = {
 
 def check_scaled_halves(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for trained 16-bit weights under float16 autocast, whose gradients GradScaler refuses."""
-    if getattr(audited.training_arguments, "fp16", False) is not True:
+    # DeepSpeed scales the loss itself, and accelerate makes no GradScaler beside it
+    if getattr(audited.training_arguments, "fp16", False) is not True or audited.uses("deepspeed"):
         return
     trained = {n: p for n, p in audited.model.named_parameters() if p.requires_grad}
     for dtype, refusal in _REFUSALS.items():
