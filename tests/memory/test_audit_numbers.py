@@ -191,6 +191,9 @@ def test_steps_are_rounded_away_where_nothing_keeps_them() -> None:
         {"optim": "sgd"},
     ):
         assert "SL143" not in codes(model, trainer=trainer_of(model, **other)), other
+    for engine in ("is_deepspeed_enabled", "is_fsdp_enabled"):  # as accelerate launch sets them up
+        launched = types.SimpleNamespace(**vars(trainer_of(model, bf16=True)), **{engine: True})
+        assert "SL143" not in codes(model, trainer=launched), engine
     sgd = torch.optim.SGD(model.parameters(), lr=1e-5)
     assert "SL143" not in codes(model, optimizer=sgd)
 

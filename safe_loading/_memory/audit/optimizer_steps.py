@@ -18,7 +18,7 @@ from .audited_model import AuditedModel, has_values, size_of
 _SAMPLED = 2**14  # elements of each weight
 _SOME = 0.1  # of the weights: below that nine tenths of the way are gone, and more
 _MANTISSA = {torch.bfloat16: 8, torch.float16: 11}  # bits, the first one that is always set among them
-_OWN_COPIES = ("deepspeed", "fsdp")  # arguments of a Trainer with which float32 copies of the weights are trained
+_OWN_COPIES = ("deepspeed", "fsdp")  # engines that train float32 copies of the weights
 
 
 def check_rates(audited: AuditedModel) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def _rates(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
 def _rates_of_adam(audited: AuditedModel) -> Mapping[int, float]:
     """Return the rate of each parameter if the optimizer is Adam's and writes to the weights themselves."""
     arguments: Any = audited.training_arguments
-    if any(getattr(arguments, name, None) for name in _OWN_COPIES):
+    if any(audited.uses(engine) for engine in _OWN_COPIES):
         return {}
     optimizer = audited.torch_optimizer
     if optimizer is not None:
