@@ -21,7 +21,15 @@ from silent_scripts import HIDDEN, LORA, adamw, adapted, base
 from test_audit_model import codes
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, default_data_collator
+from torch.nn.utils import spectral_norm, weight_norm
+from torch.nn.utils.prune import l1_unstructured
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    default_data_collator,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from safe_loading import Transparent, Workload, audit_model, meta_model, wrap_transparent
@@ -238,6 +246,43 @@ def test_a_part_of_ones_own_that_was_never_trained() -> None:
     model.average = nn.Linear(HIDDEN, 3).requires_grad_(requires_grad=False)
     model.average.load_state_dict(model.out.requires_grad_(requires_grad=True).state_dict())
     assert "SL135" not in codes(model, STEP)  # it follows a trained part
+
+
+class Logs(Transparent):
+    """A model that keeps its last loss, which it needs no graph for."""
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        out = super().__call__(*args, **inputs)
+        held: Any = self
+        held.last_loss = out.loss.detach()
+        return out
+
+
+class Recurrent(nn.Module):
+    """A network that begins each row where the last one ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.cell, self.state = nn.LSTM(8, 8, batch_first=True), None
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        states, last = self.cell(self.embed(input_ids), self.state)
+        self.state: Any = tuple(part.detach() for part in last)
+        return {"loss": F.cross_entropy(self.out(states).flatten(0, 1), labels.flatten())}
+
+
+def test_what_each_step_replaces_is_no_leak() -> None:
+    assert codes(wrap_transparent(base(), Logs), STEP) == {}
+    assert {found.severity for found in codes(Recurrent(), STEP).values()} <= {"info"}
+
+
+@pytest.mark.parametrize("computed", [weight_norm, spectral_norm, lambda layer: l1_unstructured(layer, "weight", 0.5)])
+def test_a_weight_that_torch_computes_before_each_pass_is_not_kept(computed: Any) -> None:
+    model = nn.Sequential(computed(nn.Linear(8, 8)), nn.Linear(8, 1))
+    inputs = {"input": torch.randn(2, 8)}
+    model(**inputs).sum().backward()
+    assert codes(model, STEP, inputs=inputs) == {}
 
 
 class Chooses(LlamaPreTrainedModel):

@@ -31,7 +31,7 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
     for owner, holder in holders:
         for name, value in list(vars(holder).items()):
             # the tensors that a module is made of, and the trainer's references to the audited model
-            if name in ("_parameters", "_buffers", "_modules", "model", "model_wrapped"):
+            if name in ("_parameters", "_buffers", "_modules", "model", "model_wrapped") or is_made_anew(holder, name):
                 continue
             kept = [tensor for tensor in _tensors(value, _DEEPEST) if _keeps_a_step(tensor)]
             if kept:
@@ -85,6 +85,12 @@ def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
                 f"outside torch.no_grad() keeps its activations, and backward allocates their gradients."
             )
             yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
+
+
+def is_made_anew(holder: object, name: str) -> bool:
+    """Whether torch computes an attribute before each pass: of ``weight_norm``, ``spectral_norm`` and pruning."""
+    parameters = holder._parameters if isinstance(holder, torch.nn.Module) else {}
+    return any(f"{name}_{kind}" in parameters for kind in ("orig", "g"))
 
 
 def is_target(name: str) -> bool:

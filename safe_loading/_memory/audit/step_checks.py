@@ -21,7 +21,7 @@ from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METH
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel, size_of
-from .kept_memory import TEACHER_FIX
+from .kept_memory import TEACHER_FIX, is_made_anew
 from .loss import COUNT_ARGUMENT, check_denominator
 from .modes import kept_in_eval
 from .packed_rows import check_rows
@@ -31,6 +31,7 @@ from .wrappers import hides
 
 _KNOWN_FIXES = (FIX_FOR_DEVICES, FIX_FOR_METHODS)  # the ends of the errors of a trace
 
+_SMALL = 100  # what is kept and replaced is told where it is more than such a part of the peak
 _UNEXPECTED = "unexpected keyword argument"  # in the TypeError of a call
 
 
@@ -246,19 +247,23 @@ def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
     known = _only_of_adapters(step.audited) | _caches(step.audited)
     survivors = _survivors(step.trace, known)
+    size = sum(allocation.bytes for allocation in survivors)
+    severity: Severity = "error"
     if survivors and (twice := step.in_two_passes()) is not None:
         # what the first pass keeps and the second one does not make again is a cache, such as a mask
         survivors = survivors if _survivors(twice, known, _second_pass(twice)) else []
-    if survivors:
-        size = sum(allocation.bytes for allocation in survivors)
+        grows = sum(allocation.bytes for allocation in _survivors(twice, known)) > size
+        severity = "error" if grows else "info"
+    if survivors and (severity == "error" or size * _SMALL > step.peak_bytes):
         largest = max(survivors, key=lambda allocation: allocation.bytes)
         alive = counted(len(survivors), "tensor of the step is", "tensors of the step are")
-        message = f"{alive} alive after it, {format_bytes(size)}: something keeps them."
+        why = "something keeps them" if severity == "error" else "something keeps them until the next one replaces them"
+        message = f"{alive} alive after it, {format_bytes(size)}: {why}."
         fix = (
             "look for self.last_output = ..., a list of losses, or a hook that stores its arguments; keep .detach()ed "
             "values on the CPU."
         )
-        yield Finding("SL122", "error", largest.module or "the model", message, fix, size)
+        yield Finding("SL122", severity, largest.module or "the model", message, fix, size)
 
 
 def _survivors(trace: StepTrace, left_out: Collection[str], first: int = 0) -> list[Allocation]:
@@ -296,10 +301,12 @@ def _caches(audited: AuditedModel) -> set[str]:
     """Return the paths of modules with a method in an ``lru_cache`` of a size, which holds few results and no more.
 
     Tables of positions are kept so. Where one step asks for more of them than are held, each step makes them anew.
+    So does torch a weight that it computes from others.
     """
     modules = dict(audited.outermost.named_modules())
     kinds = {kind for kind in {type(module) for module in modules.values()} if _is_cached(kind)}
-    return {path for path, module in modules.items() if type(module) in kinds}
+    made = {path for path, module in modules.items() if any(is_made_anew(module, name) for name in vars(module))}
+    return made | {path for path, module in modules.items() if type(module) in kinds}
 
 
 def _is_cached(kind: type) -> bool:
