@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from torch.nn.utils import spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -246,6 +250,19 @@ def test_a_part_of_ones_own_that_was_never_trained() -> None:
     model.average = nn.Linear(HIDDEN, 3).requires_grad_(requires_grad=False)
     model.average.load_state_dict(model.out.requires_grad_(requires_grad=True).state_dict())
     assert "SL135" not in codes(model, STEP)  # it follows a trained part
+
+
+def test_a_head_that_its_checkpoint_holds_was_trained(tmp_path: Path) -> None:
+    def adapted_from(folder: Path) -> Any:
+        made = BertForSequenceClassification.from_pretrained(folder)
+        return get_peft_model(made, LoraConfig(r=2, target_modules=["query"])).train()
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(**sizes, vocab_size=99, num_labels=3)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    BertModel(config).save_pretrained(tmp_path / "encoder")
+    assert "SL135" not in codes(adapted_from(tmp_path / "classifier"), STEP)
+    assert codes(adapted_from(tmp_path / "encoder"), STEP)["SL135"].where == "classifier"
 
 
 class Logs(Transparent):

@@ -10,6 +10,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, PreTrainedModel
 
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
 from safe_loading._memory.trace.inputs import is_of_engine
@@ -90,7 +91,7 @@ def check_frozen_heads(audited: AuditedModel) -> Iterator[Finding]:
         if id(head) in seen or any(p.requires_grad for p in parameters) or not _as_made(head, audited.base):
             continue
         seen.add(id(head))
-        if _is_copy(head, audited.model):
+        if _is_copy(head, audited.model) or _is_saved(where, head, audited):
             continue
         message = (
             "it is frozen and has the values that it was made with: what is trained learns to suit a random head, "
@@ -133,6 +134,14 @@ def _is_copy(head: torch.nn.Module, model: torch.nn.Module) -> bool:
     own = next(head.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p.shape == own.shape and not p.is_meta]
     return not own.is_meta and any(p.device == own.device and torch.equal(p, own) for p in trained)
+
+
+def _is_saved(where: str, head: torch.nn.Module, audited: AuditedModel) -> bool:
+    """Whether the checkpoint of the base has all of a head: a short training leaves the values as they were spread."""
+    found = None if audited.checkpoint is None else ModelFolder(audited.checkpoint).whole_checkpoint
+    held = {} if found is None else found.tensors
+    own = {f"{where}.{name}": tuple(p.shape) for name, p in head.named_parameters()}
+    return all(name in held and held[name].shape == shape for name, shape in own.items())
 
 
 def _as_made(module: torch.nn.Module, base: PreTrainedModel | None) -> bool:
