@@ -225,7 +225,8 @@ def _lora(pairs: list[str]) -> LoraConfig:
 
     from safe_loading.errors import ArgumentError
 
-    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    # the type of each field, of which some take a list, and a name alone is a list of one
+    known = {field.name: str(field.type) for field in dataclasses.fields(LoraConfig)}
     fields: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -233,19 +234,19 @@ def _lora(pairs: list[str]) -> LoraConfig:
         if not equals or name not in known:
             problem = f"peft.LoraConfig has no field {name!r}" if equals else "is not FIELD=VALUE"
             raise ArgumentError(f"--lora {pair}: {problem}; write r=16 alpha=32 targets=q_proj,v_proj.")
-        fields[name] = _value(value)
+        fields[name] = _value(value, listed="list[" in known[name])
     try:
         return LoraConfig(**fields)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"--lora {' '.join(pairs)}: peft refuses it: {error}") from error
 
 
-def _value(text: str) -> object:
+def _value(text: str, *, listed: bool) -> object:
     """Return a number, a flag, a list of names or a name, as the text of one is written in JSON or with commas."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
-        return text.split(",") if "," in text or not text.startswith("all-") else text
+        return text.split(",") if listed and ("," in text or not text.startswith("all-")) else text
 
 
 def _forecaster(

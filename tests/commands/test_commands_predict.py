@@ -56,6 +56,27 @@ def test_the_line_that_people_type(folder: Path, capsys: pytest.CaptureFixture[s
     assert "fits, " in text
 
 
+def test_a_word_in_a_field_of_the_adapter_is_a_list_where_the_field_takes_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        ("targets=q_proj", "target_modules", ["q_proj"]),
+        ("targets=all-linear", "target_modules", "all-linear"),
+        ("modules_to_save=lm_head", "modules_to_save", ["lm_head"]),
+        ("bias=lora_only", "bias", "lora_only"),
+        ("task_type=CAUSAL_LM", "task_type", "CAUSAL_LM"),
+        ("init_lora_weights=gaussian", "init_lora_weights", "gaussian"),
+        ("layers_to_transform=0", "layers_to_transform", 0),
+        ('rank_pattern={"q_proj":4}', "rank_pattern", {"q_proj": 4}),
+    ]
+    for word, name, value in words:
+        status, found = answer(capsys, folder, "--train", "1x16", "--lora", "r=4", word, "--card", "l4", "--json")
+        assert status == 0, found
+        adapter = LoraConfig(**{"r": 4, name: value})
+        expected = predict_memory(str(folder), Workload.train(1, 16, adapter=adapter), capability=(8, 9))
+        assert found["rows"][0]["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes, word
+
+
 def test_a_sweep_ends_with_the_first_size_that_no_card_takes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
