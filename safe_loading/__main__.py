@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return OK
     run: Run = arguments.run
-    in_json = getattr(arguments, "json", False)
+    in_json = getattr(arguments, "json", False) or getattr(arguments, "format", None) == "json"
     bars = without_bars() if in_json else contextlib.nullcontext()
     try:
         with without_kernel_notice(), log_lines(arguments), bars:
@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"safe_loading: {error}", file=sys.stderr)
         if in_json:
             print(error_as_json(error), flush=True)
-        return _status(error)
+        return _status(error, getattr(arguments, "status_of_failure", NOT_OK))
     return answer.status
 
 
-def _status(error: SafeLoadingError) -> int:
+def _status(error: SafeLoadingError, failed: int) -> int:
     if isinstance(error, DeviceMapInfeasible):
         return INFEASIBLE
-    return USAGE if isinstance(error, (ArgumentError, CheckpointNotFound)) else NOT_OK
+    return USAGE if isinstance(error, (ArgumentError, CheckpointNotFound)) else failed
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

@@ -33,27 +33,23 @@ def add(commands: Commands) -> None:
         "--json", dest="format", action="store_const", const="json", default="text", help="the same as --format json"
     )
     parser.add_argument("--format", choices=_FORMATS, default="text", help="default: %(default)s")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, status_of_failure=USAGE)  # whatever fails, nothing was looked at
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._memory.audit_model import audit_model
-    from safe_loading.errors import SafeLoadingError
 
-    try:
-        if arguments.train is None:
-            refuse_unused(arguments, "adapter", *OF_A_STEP)
-        workload = None if arguments.train is None else training(arguments)
-        report = audit_model(
-            arguments.model,
-            workload,
-            trust_remote_code=arguments.trust_remote_code,
-            quantization_config=quantization(arguments),
-            prepare_for_kbit=arguments.kbit,
-            round_trip=arguments.round_trip,
-        )
-    except SafeLoadingError as error:
-        return Answer([f"safe_loading: {error}"], USAGE)
+    if arguments.train is None:
+        refuse_unused(arguments, "adapter", *OF_A_STEP)
+    workload = None if arguments.train is None else training(arguments)
+    report = audit_model(
+        arguments.model,
+        workload,
+        trust_remote_code=arguments.trust_remote_code,
+        quantization_config=quantization(arguments),
+        prepare_for_kbit=arguments.kbit,
+        round_trip=arguments.round_trip,
+    )
     text = str(report) if arguments.format == "text" else getattr(report, f"to_{arguments.format}")()
     went = not any(reason.startswith("round trip: ") for reason in report.skipped)
     clean = went and all(finding.severity == "info" for finding in report.findings)

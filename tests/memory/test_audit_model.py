@@ -580,7 +580,15 @@ def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "nothing found" in capsys.readouterr().out
     assert main(["audit", str(tiny_llama), "--train", "1x16", "--format", "sarif"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"]
-    assert main(["audit", str(tmp_path / "absent")]) == 2
+    for words in (["--json"], ["--format", "json"]):
+        assert main(["audit", str(tiny_llama), *words]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == 1
+        assert main(["audit", str(tmp_path / "absent"), *words]) == 2
+        said = capsys.readouterr()
+        assert json.loads(said.out)["message"] in said.err
+    for form in ("text", "sarif", "github"):
+        assert main(["audit", str(tmp_path / "absent"), "--format", form]) == 2
+        assert capsys.readouterr().out == ""
     assert main(["audit", str(tiny_llama), "--train", "many"]) == 2
     assert main(["audit", str(tiny_llama), "--gradient-checkpointing", "--adapter", "a"]) == 2
     for severity, status in (("error", 1), ("warning", 1), ("info", 0)):
