@@ -20,6 +20,7 @@ from safe_loading._core.arguments import compute_capability, model_source, whole
 from safe_loading._core.collector import full_collections_put_off
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload, require_workload
+from safe_loading._model.attention_names import may_be_flash
 from safe_loading._model.formats.format import TargetCard
 from safe_loading._model.positions import long_rows
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation, check_preparation
@@ -179,11 +180,11 @@ def predict_memory(
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
         findings=tuple(long_rows(made.model, workload, made.name)),
-        suggest=functools.partial(suggestions_for, _origin(passed, quantized=bool(stand_ins) or made.quantized)),
+        suggest=functools.partial(suggestions_for, _origin(passed, made, quantized=bool(stand_ins) or made.quantized)),
     )
 
 
-def _origin(passed: dict[str, Any], *, quantized: bool) -> Origin:
+def _origin(passed: dict[str, Any], made: Built, *, quantized: bool) -> Origin:
     """Return the call of `predict_memory` with these arguments; a model is not kept alive by its forecast."""
     source = passed.pop("model")
     del passed["workload"]
@@ -196,7 +197,8 @@ def _origin(passed: dict[str, Any], *, quantized: bool) -> Origin:
     def predict(workload: Workload, changes: Mapping[str, object]) -> MemoryForecast:
         return predict_memory(held(), workload, **{**passed, **changes})
 
-    return Origin(predict, lambda: held() is not None, passed, model is not None, quantized)
+    flash = may_be_flash(made.model, made.workload.autocast)
+    return Origin(predict, lambda: held() is not None, passed, model is not None, quantized, flash)
 
 
 def _check_inputs_and_loading(inputs: Inputs | None, loaded_by: str, context_bytes: int | None) -> None:

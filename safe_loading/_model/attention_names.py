@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from safe_loading._core.thread_patches import patched, seen_here
 
 FLEX = "flex_attention"
+FLASH_2 = "flash_attention_2"
 
 
 def comes_from_a_package(name: object) -> bool:
@@ -25,7 +27,12 @@ def is_traced_by_stand_in(name: object) -> bool:
 
 def scratch_is_known(name: object) -> bool:
     """Return whether all that the kernels allocate is known: those of flash attention 2 are torch's own, too."""
-    return not is_traced_by_stand_in(name) or name == "flash_attention_2"
+    return not is_traced_by_stand_in(name) or name == FLASH_2
+
+
+def may_be_flash(model: torch.nn.Module, autocast: object) -> bool:
+    """Return whether the kernels of flash attention get the 16 bits that they take: of autocast, or of any weight."""
+    return autocast is not None or any(parameter.dtype != torch.float32 for parameter in model.parameters())
 
 
 def attention_of(model: Any) -> list[str]:

@@ -17,7 +17,7 @@ from safe_loading._checkpoint.unread_codes import UNREAD_ENTRIES, refuse_unread_
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
-from .attention_names import attention_of, scratch_is_known, without_packages
+from .attention_names import attention_of, comes_from_a_package, scratch_is_known, without_packages
 from .formats.card_findings import bytes_of_parameters, experts_not_quantized
 from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
 from .formats.registry import FORMATS, QUANTIZED_NAME
@@ -77,6 +77,7 @@ def quantized_meta_model(
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model, weights = built_with(weights, lambda made: meta_model(plain, dtype=made, **options))
+    _refuse_flash(model, card or TargetCard())
     if folder is not None or config.name_or_path:
         _train_as_loaded(model)
     ignored = None if folder is None else ignored_sizes(folder.path, folder.config, config)
@@ -114,6 +115,17 @@ def quantized_meta_model(
     if not request.pre_quantized and chosen.loading_not_counted:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
+
+
+def _refuse_flash(model: torch.nn.Module, card: TargetCard) -> None:
+    """Refuse flash attention of any version on a card that is older than its kernels, as they do."""
+    named = next((name for name in attention_of(model) if comes_from_a_package(name) and "flash" in name), None)
+    if named is not None and card.capability is not None and card.capability < AMPERE:
+        major, minor = card.capability
+        raise ArgumentError(
+            f'attn_implementation="{named}" runs on GPUs of compute capability 8.0 and above, and this one has '
+            f'{major}.{minor}. Pass attn_implementation="sdpa", or "eager".'
+        )
 
 
 def _train_as_loaded(model: torch.nn.Module) -> None:

@@ -173,6 +173,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "save it with save_pretrained": _DEQUANTIZED,
     },
     "_model/quantized_meta_model.py": {
+        "pass attn_implementation=": "memory/test_attention_kernels.py::"
+        "test_kernels_that_are_newer_than_the_card_are_refused",
         "pass the folder with its weights": "model/test_weights_dtype.py::"
         "test_a_quantized_name_without_a_quantization_is_told",
         "leave room for it with overhead=": _ENDED,

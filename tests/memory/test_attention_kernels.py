@@ -79,6 +79,20 @@ def test_what_a_class_does_not_support_is_refused() -> None:
     assert importlib.util.find_spec("flash_attn") is not None or _is_refused_by_transformers()
 
 
+def test_kernels_that_are_newer_than_the_card_are_refused() -> None:
+    for capability in ((7, 5), (8, 0)):
+        for call in (
+            lambda **options: predict_memory(CONFIG, STEPS[1], **options),
+            lambda **options: plan_device_map(CONFIG, {0: "1GB"}, workload=STEPS[1], **options),
+        ):
+            call(capability=capability, attn_implementation="sdpa")
+            if capability == (8, 0):
+                call(capability=capability, attn_implementation="flash_attention_2")
+                continue
+            with pytest.raises(ArgumentError, match=r"compute capability 8\.0 and above, and this one has 7\.5\. Pass attn_imp"):
+                call(capability=capability, attn_implementation="flash_attention_2")
+
+
 def _is_refused_by_transformers() -> bool:
     """Outside of planning nothing has changed: a model for a step needs the package."""
     with pytest.raises(ImportError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, MemoryForecast, Spread, Workload, predict_memory
 from safe_loading._memory.forecast.report import Suggestion
@@ -24,6 +24,14 @@ CONFIG = LlamaConfig(
     num_attention_heads=8,
     dtype="bfloat16",
 )
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 STEP = Workload.train(4, 256, adapter=LORA)
 _FIELDS = tuple(vars(Workload.weights_only()))
@@ -91,6 +99,20 @@ def test_only_changes_that_apply_are_listed() -> None:
     generation = predict_memory(CONFIG, Workload.generate(64, 512))
     assert generation.suggestions(1) == (), "the context alone takes more"
     assert names_of(generation.suggestions(generation.total_bytes - 1))[:2] == ["batch_size", "quantization_config"]
+
+
+def test_flash_attention_is_listed_where_its_kernels_run() -> None:
+    config = GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")  # eager by itself
+    for options, step, runs in (
+        ({}, {}, True),
+        ({"dtype": "float16"}, {}, True),
+        ({"dtype": "float32"}, {"autocast": "bfloat16"}, True),
+        ({"dtype": "float32"}, {}, False),
+        ({"capability": (7, 5)}, {}, False),
+    ):
+        forecast = predict_memory(config, Workload.train(1, 1024, **step), **options)
+        changes = [each.change for each in forecast.suggestions(forecast.total_bytes - 1)]
+        assert ('attn_implementation="flash_attention_2"' in changes) == runs, (options, step)
 
 
 def test_a_forecast_keeps_no_model_alive() -> None:

@@ -15,6 +15,7 @@ from safe_loading._core.report import format_bytes, text_table
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.read_adapter import with_read_adapter
+from safe_loading._model.attention_names import FLASH_2
 from safe_loading._model.formats.four_bit import QLORA, QLORA_WRITTEN
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, SafeLoadingError
@@ -37,6 +38,7 @@ class Origin:
         options: The options that were passed.
         built: Whether the source was a model, which is neither quantized nor given another attention any more.
         quantized: Whether its weights are quantized.
+        flash: Whether the kernels of flash attention take its numbers.
     """
 
     predict: Callable[[Workload, Mapping[str, object]], MemoryForecast]
@@ -44,6 +46,7 @@ class Origin:
     options: Mapping[str, Any]
     built: bool
     quantized: bool
+    flash: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def _changes(workload: Workload, origin: Origin) -> Iterator[list[_Change]]:
     """Yield each kind of change in its sizes, the least first."""
     trains, options = workload.kind == "train", origin.options
     if not origin.built:
-        yield _attention(options.get("attn_implementation"))
+        yield _attention(options.get("attn_implementation"), flash=origin.flash)
     if trains and not workload.gradient_checkpointing:
         cost = "a second forward pass, about a third of the time"
         yield [_Change("gradient_checkpointing=True", cost, {"gradient_checkpointing": True})]
@@ -165,13 +168,14 @@ def _changes(workload: Workload, origin: Origin) -> Iterator[list[_Change]]:
         ]
 
 
-def _attention(now: object) -> list[_Change]:
-    names = {"eager": ["sdpa", "flash_attention_2"], None: ["flash_attention_2"], "sdpa": ["flash_attention_2"]}
-    costs = {"sdpa": "none", "flash_attention_2": "the package flash-attn"}
+def _attention(now: object, *, flash: bool) -> list[_Change]:
+    names = {"eager": ["sdpa", FLASH_2], None: [FLASH_2], "sdpa": [FLASH_2]}
+    costs = {"sdpa": "none", FLASH_2: "the package flash-attn"}
     key = now if isinstance(now, str) or now is None else ""
     return [
         _Change(f'attn_implementation="{name}"', costs[name], options={"attn_implementation": name})
         for name in names.get(key, [])
+        if flash or name != FLASH_2
     ]
 
 

@@ -15,7 +15,7 @@ from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.accelerate_hooks import main_device
 from safe_loading._memory.trace.read_adapter import as_passed
 from safe_loading._memory.trace.records import StepTrace
-from safe_loading._model.attention_names import attention_of
+from safe_loading._model.attention_names import FLASH_2, attention_of, may_be_flash
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible, SafeLoadingError, TraceError
 
@@ -233,7 +233,8 @@ class Planner:
         """Yield the first implementation of attention with which the model, built anew, has a plan."""
         request = self.request
         now = attention_of(request.model)
-        for name in ("sdpa", "flash_attention_2"):
+        flash = [FLASH_2] if may_be_flash(request.model, request.workload.autocast) else []
+        for name in ("sdpa", *flash):
             if request.with_attention is None or name in now:
                 continue
             with contextlib.suppress(SafeLoadingError):  # not for this class, or no plan either
