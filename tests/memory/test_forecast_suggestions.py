@@ -115,6 +115,23 @@ def test_flash_attention_is_listed_where_its_kernels_run() -> None:
         assert ('attn_implementation="flash_attention_2"' in changes) == runs, (options, step)
 
 
+def test_a_pair_of_preferences_stays_whole() -> None:
+    config = LlamaConfig(**SIZES, dtype="bfloat16")
+    rows = {"batch_size=1", "batch_size=2", "batch_size=3"}
+    for step, whole in (
+        (Workload.train(6, 64, pair_loss="orpo"), {"batch_size=2"}),
+        (Workload.train(6, 64, reference="model"), {"batch_size=2"}),
+        (Workload.train(2, 64, reference="model"), set()),
+        (Workload.grpo(2, 32, 32, reference="model"), {"batch_size=1"}),
+        (Workload.train(2, 64), {"batch_size=1"}),
+    ):
+        forecast = predict_memory(config, step)
+        for part in (50, 99):
+            limit = forecast.context_bytes + (forecast.total_bytes - forecast.context_bytes) * part // 100
+            found = {each.change.partition(",")[0] for each in forecast.suggestions(limit)}
+            assert found & rows <= whole, step
+
+
 def test_a_forecast_keeps_no_model_alive() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
