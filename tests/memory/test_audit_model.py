@@ -248,6 +248,9 @@ def test_checkpointing_that_does_not_happen() -> None:
     assert "eval mode" in found.message
     assert found.bytes > 0
     assert not model.training
+    for layer in model.train().get_base_model().model.layers[::2]:  # of a user who trades memory for time
+        layer.gradient_checkpointing = False
+    assert "SL120" not in codes(model, workload)
     # asked for later, by a trainer that cannot reach it through the wrapper
     asked = workload.replace(gradient_checkpointing=True)
     assert "SL120" in codes(Wrapper(adapted()), asked)

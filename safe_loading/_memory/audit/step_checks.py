@@ -82,9 +82,10 @@ def not_run(audited: AuditedModel, error: TraceError) -> Finding:
 
 
 def _checkpointed_layers(step: TracedStep) -> tuple[list[str], list[str]]:
-    """Return the layers that were recomputed, and all layers through which a gradient went."""
+    """Return the layers that were recomputed, and all through which a gradient went; the chosen ones, if some are."""
     modules = step.audited.outermost.named_modules()
-    layers = [n for n, m in modules if isinstance(m, GradientCheckpointingLayer) and n in step.reached]
+    reached = {n: m for n, m in modules if isinstance(m, GradientCheckpointingLayer) and n in step.reached}
+    layers = [name for name, layer in reached.items() if layer.gradient_checkpointing] or [*reached]
     return [name for name in layers if name in step.recomputed], layers
 
 
@@ -118,7 +119,7 @@ def _check_checkpointing(step: TracedStep, workload: Workload) -> Iterator[Findi
         f"checkpointing is requested, but only {len(recomputed)} of {len(layers)} layers were recomputed in one step"
         + (
             f": the peak is {format_bytes(step.peak_bytes)} instead of {format_bytes(lower)}"
-            if lower is not None
+            if lower is not None and lower < step.peak_bytes
             else ""
         )
         + f". The likely cause: {cause}."
