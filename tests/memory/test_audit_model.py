@@ -359,14 +359,19 @@ def test_a_loss_without_what_is_trained_is_mended_by_it() -> None:
 
 
 def test_tokens_that_were_added_to_frozen_embeddings(tiny_llama: Path) -> None:
-    def grown(**lora: Any) -> Any:
+    def grown(rows: int = SIZES["vocab_size"] + 2, multiple: int | None = None, **lora: Any) -> Any:
         llama = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
-        llama.resize_token_embeddings(SIZES["vocab_size"] + 3)
+        llama.resize_token_embeddings(rows, pad_to_multiple_of=multiple)
         return adapted(llama, **lora)
 
     found = codes(grown())["SL128"]
-    assert "3 tokens" in found.message
-    assert found.bytes == 3 * SIZES["hidden_size"] * 2
+    assert "2 tokens" in found.message
+    assert found.severity == "warning"
+    assert found.bytes == 2 * SIZES["hidden_size"] * 2
+    for multiple in (8, 64, 128):
+        assert codes(grown(SIZES["vocab_size"], multiple))["SL128"].severity == "info"
+        new = types.SimpleNamespace(args=None, processing_class=range(SIZES["vocab_size"] + 1))
+        assert codes(grown(SIZES["vocab_size"] + 1, multiple), trainer=new)["SL128"].severity == "warning"
     lora = eval(found.fix.partition(", or")[0].replace("LoraConfig(..., ", "dict("))
     assert "SL128" not in codes(grown(**lora))
     assert "SL128" not in codes(grown(modules_to_save=["embed_tokens"]))

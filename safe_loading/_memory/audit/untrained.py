@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.names import method_name
-from safe_loading._core.report import Finding, counted
+from safe_loading._core.report import Finding, Severity, counted
 from safe_loading._memory.trace.inputs import is_of_engine
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.text_config import text_config
@@ -27,6 +27,7 @@ from .trainer_code import calls
 _TASKS = {"score": "SEQ_CLS", "classifier": "SEQ_CLS", "qa_outputs": "QUESTION_ANS"}
 _ALLOCATES = "update_and_allocate"
 _FEW = 8  # elements, of which no spread can be told
+_PADDED = (8, 64, 128)  # what the rows of embeddings are rounded up to, for speed alone
 
 
 def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
@@ -178,13 +179,16 @@ def check_tokens(audited: AuditedModel) -> Iterator[Finding]:
     tokenizer = getattr(audited.trainer, "processing_class", None)
     used = min(rows, len(tokenizer)) if isinstance(tokenizer, Sized) else rows
     if known is not None and used > known:
+        padded = not isinstance(tokenizer, Sized) and any(rows == -(-known // size) * size for size in _PADDED)
+        severity: Severity = "info" if padded else "warning"
         message = (
             f"the embeddings have {used - known} tokens that the checkpoint has not ({used} and {known}), but they are "
             f"frozen: those rows keep the values that they were initialized with."
+            + (" They may be no tokens: their number is a round one." if padded else "")
         )
         fix = f"LoraConfig(..., trainable_token_indices=list(range({known}, {used}))), or modules_to_save for all rows."
         where = next(name for name, module in base.named_modules() if module is embeddings)
-        yield Finding("SL128", "warning", where, message, fix, (used - known) * weight.shape[1] * weight.itemsize)
+        yield Finding("SL128", severity, where, message, fix, (used - known) * weight.shape[1] * weight.itemsize)
 
 
 def _rows_of_checkpoint(folder: Path | None) -> int | None:
