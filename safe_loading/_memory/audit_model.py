@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def audit_model(
     model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload | None = None,
     trainer: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     forecast: bool = True,
     revision: str | None = None,
@@ -135,7 +135,7 @@ def audit_model(
         workload: The planned step. With None a short one is run if a trainer or an optimizer is given.
         trainer: A ``transformers.Trainer`` or one that looks like it. The forecast takes its reference, its evaluation
             and its head, of which trl's and Liger's make no logits.
-        optimizer: The optimizer; by default the trainer's.
+        optimizer: The optimizer, or several of which each has a part of the parameters; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         revision: Branch, tag or commit of a hub id.
         subfolder: Folder inside the folder or hub id.
@@ -216,8 +216,9 @@ def _refuse(model: object, workload: object, optimizer: object, quantization_con
         refuse_split(model)
     if quantization_config is not None and isinstance(model, torch.nn.Module):
         raise ArgumentError("quantization_config= is for a config, a folder or a hub id; this model is built already.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
+    several = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if optimizer is not None and not all(hasattr(each, "param_groups") for each in several):
+        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, several in a list, or None.")
 
 
 def _forecast(

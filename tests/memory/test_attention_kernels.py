@@ -89,7 +89,9 @@ def test_kernels_that_are_newer_than_the_card_are_refused() -> None:
             if capability == (8, 0):
                 call(capability=capability, attn_implementation="flash_attention_2")
                 continue
-            with pytest.raises(ArgumentError, match=r"compute capability 8\.0 and above, and this one has 7\.5\. Pass attn_imp"):
+            with pytest.raises(
+                ArgumentError, match=r"compute capability 8\.0 and above, and this one has 7\.5\. Pass attn_imp"
+            ):
                 call(capability=capability, attn_implementation="flash_attention_2")
 
 

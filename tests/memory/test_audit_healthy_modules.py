@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from safe_loading import Transparent, Workload, audit_model, meta_model, wrap_transparent
+from safe_loading import ArgumentError, Transparent, Workload, audit_model, meta_model, wrap_transparent
 
 STEP = Workload.train(2, 16)
 
@@ -250,6 +250,24 @@ def test_a_part_of_ones_own_that_was_never_trained() -> None:
     model.average = nn.Linear(HIDDEN, 3).requires_grad_(requires_grad=False)
     model.average.load_state_dict(model.out.requires_grad_(requires_grad=True).state_dict())
     assert "SL135" not in codes(model, STEP)  # it follows a trained part
+
+
+def test_each_of_several_optimizers_may_have_a_part() -> None:
+    model = base()
+    inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    own = {id(p) for p in inside}
+    others = torch.optim.AdamW([p for p in model.parameters() if id(p) not in own])
+    assert "SL118" in codes(model, STEP, optimizer=others)
+    both = [torch.optim.SGD(inside, lr=1e-2), others]
+    assert codes(model, STEP, optimizer=both) == {}
+    both[0].param_groups[0]["lr"] = 0.0
+    assert "whose lr is 0" in codes(model, STEP, optimizer=both)["SL118"].message
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(
+        inside[0].new_ones(model.model.layers[0].mlp.up_proj.weight.shape)
+    )
+    assert codes(model, STEP, optimizer=both)["SL118"].severity == "error"
+    with pytest.raises(ArgumentError, match="several in a list"):
+        codes(model, STEP, optimizer=[others, 3])
 
 
 def test_a_head_that_its_checkpoint_holds_was_trained(tmp_path: Path) -> None:

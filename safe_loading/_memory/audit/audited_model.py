@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -25,13 +25,16 @@ from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, insi
 _CLASSIFIER = "internal_xlora_classifier"  # the part of an X-LoRA that weighs its LoRAs
 
 
+Optimizers: TypeAlias = "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None"
+
+
 @dataclass(frozen=True, eq=False)
 class AuditedModel:
     """A model as it was passed, wrapper included, and the trainer and optimizer that it is used with."""
 
     model: torch.nn.Module
     trainer: object = None  # a ``transformers.Trainer`` or one that looks like it
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers = None
     # whether it will be trained: there is a trainer, an optimizer or a training workload, or a parameter requires
     # gradients
     training: bool = True
@@ -109,9 +112,10 @@ class AuditedModel:
         )
 
     @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of torch, which accelerate may have wrapped (``AcceleratedOptimizer``)."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+    def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers of torch, which accelerate may have wrapped (``AcceleratedOptimizer``)."""
+        held = self.optimizer if isinstance(self.optimizer, Sequence) else (self.optimizer,)
+        return tuple(getattr(each, "optimizer", each) for each in held if each is not None)
 
     @functools.cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:

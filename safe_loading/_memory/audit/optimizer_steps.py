@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _OWN_COPIES = ("deepspeed", "fsdp")  # engines that train float32 copies of the 
 
 def check_rates(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for trained parameters whose group has a rate of zero, from which no schedule leads away."""
-    rates = _rates(audited.torch_optimizer)
+    rates = _rates(audited.torch_optimizers)
     own = {name: p for name, p in audited.model.named_parameters() if p.requires_grad and rates.get(id(p)) == 0}
     if own:
         are = "parameter is" if len(own) == 1 else "parameters are"
@@ -68,32 +68,35 @@ def check_rounded_steps(audited: AuditedModel) -> Iterator[Finding]:
         yield Finding("SL143", "warning" if still > total / 2 else "info", first_names(where), message, fix)
 
 
-def _rates(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
+def _rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     """Return the rate of each parameter: its schedule's, where one begins at zero."""
     return {
         id(p): max(float(group.get("lr", 0.0)), float(group.get("initial_lr", 0.0)))
-        for group in ([] if optimizer is None else optimizer.param_groups)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
         if "lr" in group
         for p in group["params"]
     }
 
 
 def _rates_of_adam(audited: AuditedModel) -> Mapping[int, float]:
-    """Return the rate of each parameter if the optimizer is Adam's and writes to the weights themselves."""
+    """Return the rate of each parameter whose optimizer is Adam's and writes to the weights themselves."""
     arguments: Any = audited.training_arguments
     if any(audited.uses(engine) for engine in _OWN_COPIES):
         return {}
-    optimizer = audited.torch_optimizer
-    if optimizer is not None:
-        rounds = any(getattr(optimizer, name, False) for name in ("bf16_stochastic_round", "master_weights"))
-        adams = type(optimizer).__name__.lower().startswith(("adam", "pagedadam"))
-        return _rates(optimizer) if adams and not rounds else {}
+    if audited.torch_optimizers:
+        return _rates(filter(_rounds_as_adam, audited.torch_optimizers))
     named, rate = getattr(arguments, "optim", ""), getattr(arguments, "learning_rate", None)
     name = str(getattr(named, "value", named))
     if not isinstance(rate, float) or not name.startswith(("adamw", "paged_adamw")):
         return {}
     rounds = name == "adamw_anyprecision"  # which keeps what is rounded away
     return {} if rounds else {id(p): rate for p in audited.model.parameters() if p.requires_grad}
+
+
+def _rounds_as_adam(optimizer: torch.optim.Optimizer) -> bool:
+    rounds = any(getattr(optimizer, name, False) for name in ("bf16_stochastic_round", "master_weights"))
+    return type(optimizer).__name__.lower().startswith(("adam", "pagedadam")) and not rounds
 
 
 def check_scales(audited: AuditedModel) -> Iterator[Finding]:

@@ -183,22 +183,24 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
 def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     """Yield findings where the optimizer holds other parameters than the model trains."""
     yield from _check_beside(audited)
-    inner = audited.torch_optimizer
-    if inner is None:
+    optimizers = audited.torch_optimizers
+    if not optimizers:
         return
-    optimized = {id(p): p for group in inner.param_groups for p in group["params"]}
+    optimized = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
     own = {id(p): name for name, p in audited.model.named_parameters()}
     missing = {own[id(p)]: p for p in audited.model.parameters() if p.requires_grad and id(p) not in optimized}
     # sharding, casting and attaching an adapter may replace parameters; the optimizer then keeps the old ones alive
     stale = [p for key, p in optimized.items() if key not in own]
     if stale and not (own.keys() & optimized.keys() and not missing and _is_of_others(audited, stale, optimized)):
-        state = [v for p in stale for v in inner.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        states = [value for each in optimizers for p in stale for value in each.state.get(p, {}).values()]
+        state = [value for value in states if isinstance(value, torch.Tensor)]
         message = (
             f"the optimizer holds {counted(len(stale), 'parameter that is', 'parameters that are')} no longer the "
             f"model's: memory is kept for nothing, and what came in the place is not trained."
         )
         fix = "make the optimizer after the model is wrapped, sharded, cast or given its adapter."
-        yield Finding("SL118", "error", type(inner).__name__, message, fix, size_of([*stale, *state]))
+        where = ", ".join(type(each).__name__ for each in optimizers)
+        yield Finding("SL118", "error", where, message, fix, size_of([*stale, *state]))
     if missing:
         message = f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change."
         fix = "make the optimizer after the model is complete, or freeze them."
