@@ -43,6 +43,7 @@ def add(commands: Commands) -> None:
     add_quantization(parser)
     declare("--capability", metavar="X.Y", help="compute capability of the cards, which decides whether fp8 stays: 9.0")
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
+    declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
     objectives = "load evenly, or use as few as possible"
     declare("--auto-class", metavar="CLASS", help="class of transformers to build (default: the config's)")
     declare("--objective", choices=("balance", "fill"), default="balance", help=objectives)
@@ -62,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         "workload": _workload(arguments),
         "dtype": arguments.dtype,
         "auto_class": arguments.auto_class,
+        "attn_implementation": arguments.attention,
         "quantization_config": quantized,
         "prepare_for_kbit": arguments.kbit,
         "capability": capability(arguments.capability),

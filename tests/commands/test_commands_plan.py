@@ -63,6 +63,17 @@ def test_cards_are_told_by_name_or_size(folder: str, capsys: pytest.CaptureFixtu
     assert command_line.main(["plan", folder, "--card", "10KB"]) == INFEASIBLE
 
 
+def test_the_attention_is_chosen(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", folder, "--card", "24GB", "--context", "2048", "--json", "--attention"]
+    told = []
+    for name in ("eager", "sdpa"):
+        assert command_line.main([*words, name]) == 0
+        told.append(DeviceMapPlan.from_json(capsys.readouterr().out))
+        options: Any = {"workload": Workload.generate(1, 2048), "attn_implementation": name}
+        assert told[-1].devices == plan_device_map(folder, {0: "24GB"}, **options).devices
+    assert told[0].devices[0].activations > told[1].devices[0].activations
+
+
 def test_training_counts_gradients(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", folder, "--max-memory", "0=4MB", "--train", "8", "--gradient-checkpointing", "--json"]
     assert command_line.main(words) == 0
