@@ -173,7 +173,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "save it with save_pretrained": _DEQUANTIZED,
     },
     "_model/quantized_meta_model.py": {
-        "pass attn_implementation=": "memory/test_attention_kernels.py::"
+        "Pass attn_implementation=": "memory/test_attention_kernels.py::"
         "test_kernels_that_are_newer_than_the_card_are_refused",
         "pass the folder with its weights": "model/test_weights_dtype.py::"
         "test_a_quantized_name_without_a_quantization_is_told",
