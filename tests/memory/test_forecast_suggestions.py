@@ -103,13 +103,14 @@ def test_only_changes_that_apply_are_listed() -> None:
 
 def test_flash_attention_is_listed_where_its_kernels_run() -> None:
     config = GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")  # eager by itself
-    for options, step, runs in (
+    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
         ({}, {}, True),
         ({"dtype": "float16"}, {}, True),
         ({"dtype": "float32"}, {"autocast": "bfloat16"}, True),
         ({"dtype": "float32"}, {}, False),
         ({"capability": (7, 5)}, {}, False),
-    ):
+    ]
+    for options, step, runs in cases:
         forecast = predict_memory(config, Workload.train(1, 1024, **step), **options)
         changes = [each.change for each in forecast.suggestions(forecast.total_bytes - 1)]
         assert ('attn_implementation="flash_attention_2"' in changes) == runs, (options, step)

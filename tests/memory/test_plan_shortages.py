@@ -85,7 +85,8 @@ def test_a_refusal_says_that_activations_decide_and_which_attention_fits() -> No
     assert "at once in model.layers." in str(refused.value)
     assert refused.value.problems[-1] == 'attn_implementation="flash_attention_2"'
     assert plan_device_map(GPT_OSS, **long, attn_implementation="flash_attention_2").verified
-    for kernels_refuse in ({"capability": (7, 5)}, {"dtype": "float32"}):
+    refused_by_kernels: list[dict[str, Any]] = [{"capability": (7, 5)}, {"dtype": "float32"}]
+    for kernels_refuse in refused_by_kernels:
         with pytest.raises(DeviceMapInfeasible) as refused:
             plan_device_map(GPT_OSS, **long, **kernels_refuse)
         assert not any("flash" in problem for problem in refused.value.problems)
