@@ -275,7 +275,12 @@ def test_a_head_that_its_checkpoint_holds_was_trained(tmp_path: Path) -> None:
         made = BertForSequenceClassification.from_pretrained(folder)
         return get_peft_model(made, LoraConfig(r=2, target_modules=["query"])).train()
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = BertConfig(**sizes, vocab_size=99, num_labels=3)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     BertModel(config).save_pretrained(tmp_path / "encoder")
@@ -299,11 +304,12 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(64, 8), nn.Linear(8, 64)
-        self.cell, self.state = nn.LSTM(8, 8, batch_first=True), None
+        self.cell = nn.LSTM(8, 8, batch_first=True)
+        self.state: Any = None
 
     def forward(self, input_ids: Any, labels: Any = None) -> Any:
         states, last = self.cell(self.embed(input_ids), self.state)
-        self.state: Any = tuple(part.detach() for part in last)
+        self.state = tuple(part.detach() for part in last)
         return {"loss": F.cross_entropy(self.out(states).flatten(0, 1), labels.flatten())}
 
 
