@@ -9,6 +9,7 @@ from typing import Any
 from peft import AdaLoraModel, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from safe_loading._core.names import canonical, method_name
 from safe_loading.errors import ArgumentError
@@ -114,15 +115,15 @@ def guard_merges(model: nn.Module, version: int) -> None:
             continue
         for name in (*_MERGES, "unload"):
             if callable(method := getattr(tuner, name, None)):
-                replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
-                tuner.__dict__[name] = replacement
+                refused = functools.partial(_refuse_flat, name)
+                tuner.__dict__[name] = refused if version == 1 else _guarded(model, tuner, name, method)
 
 
 def _refuse_flat(name: str, *args: object, **options: object) -> None:
     raise ArgumentError(f"{name}() of a model that FSDP1 wrapped: its weights are flat. {_ROAD}; or use version=2.")
 
 
-def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[..., object]:
+def _guarded(model: nn.Module, tuner: Any, name: str, method: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(method)
     def guarded(*args: Any, **options: Any) -> object:
         problems = _problems(tuner, args, options) if name in _MERGES else []
@@ -132,6 +133,9 @@ def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[.
                 f"shards. {_ROAD}. The reasons:",
                 problems,
             )
+        for unit in model.modules():  # a merge into what a pass has gathered would never reach the shards
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
         with units_stay(tuner.model):
             return method(*args, **options)
 

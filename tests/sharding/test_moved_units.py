@@ -37,13 +37,17 @@ METHODS = [(name, method) for name in ADAPTERS for method in ("merge_and_unload"
 METHODS.remove(("DoRA", "merge_and_unload"))
 
 
-@pytest.mark.parametrize("ran", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize("before", ["nothing", "a step", "a pass", "a pass of kept units"])
 @pytest.mark.parametrize(("name", "method"), METHODS)
-def test_a_base_without_its_adapters_is_that_of_one_process(name: str, method: str, ran: bool) -> None:
-    one, model = adapted(**ADAPTERS[name]), wrap_fsdp_meta_safe(adapted(**ADAPTERS[name]))
-    if ran:
+def test_a_base_without_its_adapters_is_that_of_one_process(name: str, method: str, before: str) -> None:
+    one = adapted(**ADAPTERS[name])
+    kept = False if before == "a pass of kept units" else None
+    model = wrap_fsdp_meta_safe(adapted(**ADAPTERS[name]), reshard_after_forward=kept)
+    if before == "a step":
         step(one, inputs("llama")), step(model, inputs("llama"))
         model.zero_grad()
+    elif before != "nothing":  # whose backward pass never comes, so that units stay gathered
+        model(**inputs("llama"))
     one, model = (getattr(each, method)().requires_grad_(True) for each in (one, model))
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, FSDPModule)
