@@ -128,8 +128,11 @@ def average_gradients(parameters: Iterable[ModelTensor], groups: Sequence[dist.P
     for each in parameters:
         module, name = each.places[0]
         parameter = module._parameters[name]  # the wrap has put a new one there
-        if parameter is not None and parameter.requires_grad:
+        if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch gives a frozen one no hook, and a script may train it later
             parameter.register_hook(average)  # type: ignore[no-untyped-call]  # of torch
+            parameter.requires_grad_(trained)
 
 
 def described(parameters: Sequence[ModelTensor], buffers: Sequence[ModelTensor]) -> list[str]:

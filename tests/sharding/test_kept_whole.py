@@ -42,16 +42,23 @@ trained(one, [0, 1])
 meshes = {"1": (1, None), "2": (2, None)}
 meshes["replicas"] = (2, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp")))
 for name, (version, mesh) in meshes.items():
-    for kept in (None, ["text_projection"]):
+    for how in ("a scalar", "a weight", "unfrozen after the wrap"):
+        kept = None if how == "a scalar" else ["text_projection"]
         model = meta_model(folder, CLIPModel)
+        whole_ones = ("logit_scale", "text_projection.weight") if how == "unfrozen after the wrap" else ()
+        for each in whole_ones:
+            model.get_parameter(each).requires_grad_(False)
         model = wrap_fsdp_meta_safe(model, folder, version=version, mesh=mesh, ignored_params=kept)
+        for each_name, each in model.named_parameters():
+            if plain(each_name) in whole_ones:
+                each.requires_grad_(True)
         optimizer = trained(model, [rank])
         if version == 2:
             assert_optimizer_sharded(optimizer, model)
-        model.save_pretrained(f"{folder} {name} {kept}")
-        again = CLIPModel.from_pretrained(f"{folder} {name} {kept}")
+        model.save_pretrained(f"{folder} {name} {how}")
+        again = CLIPModel.from_pretrained(f"{folder} {name} {how}")
         mine = {plain(name): each for name, each in model.named_parameters()}
-        report(**{f"{name} {'a scalar' if kept is None else 'a weight'}": {
+        report(**{f"{name} {how}": {
             "ignored": list(model.fsdp_report.ignored),
             "equal": {each: torch.equal(whole(mine[each]), one.get_parameter(each))
                       for each in ("logit_scale", "text_projection.weight")
@@ -68,12 +75,12 @@ def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> 
     return rank_server.run(SCRIPT, 2, args=[folder], timeout=300).found
 
 
-@pytest.mark.parametrize("kept", ["a scalar", "a weight"])
+@pytest.mark.parametrize("kept", ["a scalar", "a weight", "unfrozen after the wrap"])
 @pytest.mark.parametrize("how", ["1", "2", "replicas"])
 def test_what_every_rank_keeps_whole_is_trained_alike(found: list[dict[str, Any]], how: str, kept: str) -> None:
     for rank in found:
         facts = rank[f"{how} {kept}"]
-        assert facts["ignored"] == ["logit_scale"] + (["text_projection.weight"] if kept == "a weight" else [])
+        assert facts["ignored"] == ["logit_scale"] + ([] if kept == "a scalar" else ["text_projection.weight"])
         assert facts["trained"]
         assert facts["saved"]
         assert all(facts["equal"].values()), facts
