@@ -26,11 +26,14 @@ class FreedAfterPasses:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model  # torch's stubs do not know that it is a unit
         self._calls = 0  # that are running, one inside the other
+        self._in_method = False  # such as generate, whose passes are of the model as well
         self._gathered: set[FSDPModule] | None = None  # the units that are left as they were; None frees nothing
 
     def begin(self, module: nn.Module, args: object) -> None:
         """Note before a forward pass which units are gathered already, for a backward pass that is still to come."""
-        self._begin(without_gradients=not torch.is_grad_enabled())
+        # torch calls no hook where an interrupt ends a pass
+        outermost = module is self._model and not self._in_method
+        self._begin(without_gradients=not torch.is_grad_enabled(), outermost=outermost)
 
     def end(self, module: nn.Module, args: object, output: object) -> None:
         """Free the others after it."""
@@ -41,10 +44,10 @@ class FreedAfterPasses:
             for unit in _gathered_units(self._model) - self._gathered:
                 unit.reshard()
 
-    def _begin(self, *, without_gradients: bool) -> None:
+    def _begin(self, *, without_gradients: bool, outermost: bool = False) -> None:
         if torch.compiler.is_compiling():
             return
-        self._calls += 1
+        self._calls = 1 if outermost else self._calls + 1
         if self._calls == 1:
             self._gathered = _gathered_units(self._model) if without_gradients else None
 
@@ -70,9 +73,12 @@ class FreedAfterPasses:
     @contextlib.contextmanager
     def _pass(self, *, without_gradients: bool) -> Iterator[None]:
         self._begin(without_gradients=without_gradients)
+        outside = self._calls, self._in_method
+        self._in_method = True
         try:
             yield
         finally:
+            self._calls, self._in_method = outside
             self.end(self._model, (), None)
 
 

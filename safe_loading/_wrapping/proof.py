@@ -83,7 +83,9 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, obje
         for mode in ("train", "eval"):
             for module in root.modules():  # not by train() and eval(), which the model's author may have overridden
                 module.training = mode == "train"
-            proofs.append(_attempt(mode, root, model, lambda: _call(root, example)))
+            # hooks around a part would gather the units of a whole that is sharded, and wait for the other ranks
+            sharded = _sharded(mode, root) if root is not model else None
+            proofs.append(sharded or _attempt(mode, root, model, lambda: _call(root, example)))
         if _can_generate(root):
             proofs.append(_prove_generate(root, model, example))
         return tuple(proofs)
@@ -174,10 +176,17 @@ def _can_generate(root: nn.Module) -> bool:
 
 
 def _prove_generate(root: Any, model: nn.Module, example: Mapping[str, object] | None) -> CallProof:
-    if any(isinstance(parameter, DTensor) for parameter in root.parameters()):
-        return CallProof("generate", None, "the model is sharded, so a call would wait for the other ranks")
+    if (sharded := _sharded("generate", root)) is not None:
+        return sharded
     inputs = {name: value for name, value in _example(root, example).items() if name != "labels"}
     return _attempt("generate", root, model, lambda: root.generate(**inputs, max_new_tokens=1, pad_token_id=0))
+
+
+def _sharded(mode: str, root: nn.Module) -> CallProof | None:
+    """Return that nothing is known of a sharded model; None of another."""
+    if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+        return None
+    return CallProof(mode, None, "the model is sharded, so a call would wait for the other ranks")
 
 
 def _call(root: nn.Module, example: Mapping[str, object] | None) -> object:

@@ -89,6 +89,21 @@ def test_gradients_are_zeroed_after_an_evaluation() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("interrupted", [evaluated, generated, step])
+def test_an_interrupted_pass_changes_nothing_of_the_next(interrupted: Callable[..., Any]) -> None:
+    model = wrap_fsdp_meta_safe(with_lora())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_base_model().model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(model, *([inputs("llama")] if interrupted is step else []))
+    handle.remove()
+    evaluated(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 class Scores(nn.Module):
     """Computes a loss from the weight of its head, past the head's forward, and has another pass inside of its step."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from wrapped_models import TOKENS, Count, peft_llama
-from safe_loading import Transparent, WrapError, attach_head, unwrap_transparent, wrap_transparent
+from safe_loading import Transparent, WrapError, attach_head, unwrap_transparent, wrap_fsdp_meta_safe, wrap_transparent
 from transformers import LlamaForCausalLM
 
 dist.init_process_group("gloo")
@@ -84,6 +84,13 @@ for order in ("wrap first", "shard first"):
     model(input_ids=TOKENS)
     facts["again"] = model.calls
     report(**{order: facts})
+whole = wrap_fsdp_meta_safe(peft_llama())
+part = whole.get_base_model().model
+wrap_transparent(part, Count, within=whole)
+with torch.no_grad():
+    whole(input_ids=TOKENS)
+report(part=[part.calls, [proof.runs for proof in part.wrap_report.proofs],
+             [name for name, each in whole.named_parameters() if not isinstance(each, DTensor)]])
 plain = model_with_head().eval()
 ids = plain.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
 report(ids=ids.tolist())
@@ -114,6 +121,10 @@ def test_both_orders_shard_train_and_generate(order: str, found: list[dict[str, 
 def test_the_proof_waits_for_no_other_rank(found: list[dict[str, object]]) -> None:
     assert found[0]["wrap first"]["verdicts"] == [True, True, True]
     assert found[0]["shard first"]["verdicts"] == [True, True, None]
+
+
+def test_the_proof_gathers_nothing_around_a_part_of_a_sharded_model(found: list[dict[str, object]]) -> None:
+    assert [rank["part"] for rank in found] == [[1, [None, None, None], []]] * 2
 
 
 @pytest.mark.parametrize("order", ["wrap first", "shard first"])
