@@ -155,7 +155,7 @@ def _shard(
     checkpoints: bool,
     options: dict[str, Any],
 ) -> nn.Module:
-    move_to_meta(model, inner, later, trained_dtype=torch.float32 if upcast else None)
+    move_to_meta(model, inner, trained_dtype=torch.float32 if upcast else None)
     if checkpoints:
         if accelerator.state.fsdp_plugin.auto_wrap_policy is None:
             raise ArgumentError(

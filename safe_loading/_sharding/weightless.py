@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
@@ -56,11 +55,10 @@ class LaterWeights:
 
     folder: Path
     source: CheckpointSource | None  # matched with the model as it was loaded; None where it does not fit
-    guard: RemovableHandle | None = None  # a hook that refuses to compute without them
 
     def __deepcopy__(self, memo: dict[int, object]) -> LaterWeights:
-        """Return the same without the handle of a hook, which is not the copy's."""
-        return LaterWeights(self.folder, self.source)
+        """Return the same, which is never changed."""
+        return self
 
 
 def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
@@ -112,7 +110,8 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
     source = _opened(resolved.folder, model)
     _compute_buffers(model)
     _take_weights_away(model, _missing(model, info["missing_keys"], source), source)
-    model.__dict__[_RECORD] = LaterWeights(resolved.folder, source, model.register_forward_pre_hook(_refuse))
+    model.register_forward_pre_hook(_refuse)
+    model.__dict__[_RECORD] = LaterWeights(resolved.folder, source)
     return (model, info) if with_info else model
 
 
@@ -125,7 +124,7 @@ def later_weights_of(model: nn.Module) -> tuple[nn.Module, LaterWeights] | None:
     return found[0] if found else None
 
 
-def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, trained_dtype: torch.dtype | None) -> None:
+def move_to_meta(model: nn.Module, inner: nn.Module, *, trained_dtype: torch.dtype | None) -> None:
     """Put parameters on meta in place of those without weights, from where they are read.
 
     Trained parameters get ``trained_dtype``, where it is given; real ones are cast.
@@ -143,8 +142,8 @@ def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, tra
             each.put(empty)
         elif tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
-    if later.guard is not None:
-        later.guard.remove()
+    for number in [number for number, hook in inner._forward_pre_hooks.items() if hook is _refuse]:
+        del inner._forward_pre_hooks[number]  # by the hook, as a handle would be another in a copy
     del vars(inner)[_RECORD]
 
 

@@ -193,6 +193,10 @@ report(refused=refused | {
     "stepped": error_of(lambda: accelerator.prepare(stepped, early)),
     "verify": error_of(lambda: load_at_prepare(verify="all").__enter__()),
 })
+ids = torch.ones(1, 4, dtype=torch.long)
+references = [prepared(__import__("copy").deepcopy(made))[0] for made in (lean(), get_peft_model(lean(), LoraConfig()))]
+report(copies=[torch.equal(each(input_ids=ids).logits, LlamaForCausalLM.from_pretrained(base)(input_ids=ids).logits)
+    for each in references])
 report(plain=[
     PreTrainedModel.__dict__["from_pretrained"] is before,
     differing(weights(LlamaForCausalLM.from_pretrained(base)), weights(AutoModelForCausalLM.from_pretrained(base))),
@@ -360,6 +364,10 @@ def test_what_would_go_wrong_is_refused(found: list[dict[str, Any]], case: str) 
 
 def test_after_the_block_from_pretrained_is_as_before(found: list[dict[str, Any]]) -> None:
     assert [facts["plain"] for facts in found] == [[True, [], True]] * 2
+
+
+def test_a_copy_computes_once_it_is_prepared(found: list[dict[str, Any]]) -> None:
+    assert [facts["copies"] for facts in found] == [[True, True]] * 2
 
 
 def test_weights_that_are_read_later_and_copies_of_them_take_no_memory(found: list[dict[str, Any]]) -> None:
