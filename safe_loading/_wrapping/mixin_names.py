@@ -90,6 +90,11 @@ def check_names(
     return problems
 
 
+def defined_names(mixin: type) -> set[str]:
+    """Return the names that a mixin defines, under which its code may write attributes of the model."""
+    return {name for cls in _user_classes(mixin) for name in vars(cls) if not name.startswith("__")}
+
+
 def _user_classes(mixin: type) -> list[type]:
     """Return the mixin and its bases, without ``Transparent`` and the bases of that."""
     return [cls for cls in mixin.__mro__ if cls not in Transparent.__mro__]

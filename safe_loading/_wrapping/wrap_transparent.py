@@ -13,7 +13,7 @@ from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
 
 from .heads import missing_heads
-from .mixin_names import REPORT, STATE, check_mixin, check_names
+from .mixin_names import REPORT, STATE, check_mixin, check_names, defined_names
 from .proof import prove, refuse_unreached
 from .report import CallProof, WrapReport
 from .transparent import Transparent, mixins_of, unwrapped_class, wrapped_class
@@ -97,11 +97,12 @@ def unwrap_transparent(model: Model) -> Model:
     """
     if not mixins_of(type(model)):
         raise ArgumentError(f"This {type(model).__name__} is not wrapped: there is nothing to remove.")
+    written = defined_names(mixins_of(type(model))[-1])
     model.__class__ = unwrapped_class(type(model))
     own = vars(model)
     *earlier, (names, report) = own.pop(STATE)
     del own[REPORT]
-    for name in names:
+    for name in written.union(names):
         own.pop(name, None)
     if earlier:
         own[STATE], own[REPORT] = tuple(earlier), report

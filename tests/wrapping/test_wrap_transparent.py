@@ -317,7 +317,9 @@ def test_unwrap_takes_off_the_last_and_leaves_what_was_there() -> None:
     unwrap_transparent(model)
     assert type(model) is cls
     assert facts(model) == before
-    assert set(vars(model)) - {"calls"} == own
+    assert set(vars(model)) == own
+    assert wrap_transparent(model, Count).calls == 0  # as often as one likes
+    unwrap_transparent(model)
     with pytest.raises(ArgumentError, match="is not wrapped"):
         unwrap_transparent(model)
 
