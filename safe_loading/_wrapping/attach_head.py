@@ -17,6 +17,7 @@ from torch import nn
 from safe_loading._core.engines import is_integrated
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.names import method_name
+from safe_loading._core.walk import walk_parameters
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.peft_layers import has_adapters, whose_layers
 from safe_loading._model.snapshot import Snapshot
@@ -206,7 +207,9 @@ def _device_and_dtype_of_output(base: nn.Module) -> tuple[torch.device, torch.dt
     layer: object = embeddings_and_head_of(base).head
     layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     # A model without an output layer, such as an encoder, ends in its last layer, whose parameters are usually last.
-    weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
+    of_base = {id(parameter) for parameter in walk_parameters(base, adapters=False)}
+    last = reversed([parameter for parameter in base.parameters() if id(parameter) in of_base])
+    weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *last]
     if not weights:
         return torch.device("cpu"), torch.get_default_dtype()
     # The weights of a layer that accelerate offloads are on meta; its hook tells where the layer computes.

@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from models import save_llama
-from peft import PeftConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndBytesConfig, LlamaForCausalLM
 from wrapped_models import TOKENS, Count, llama, lora, peft_llama
 
 from safe_loading import (
@@ -218,6 +218,14 @@ def test_the_head_gets_the_dtype_of_the_last_hidden_states(dtype: torch.dtype) -
     assert model(TOKENS).value.dtype == dtype
     wide = attach_head(peft_llama(llama(dtype)), "value_head", nn.Linear(32, 1), dtype=torch.float64)
     assert wide.value_head.weight.dtype == torch.float64
+
+
+def test_the_head_of_an_encoder_has_not_the_dtype_of_an_adapter_on_its_last_layer() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    base: Any = BertModel(BertConfig(**sizes, vocab_size=64)).to(torch.bfloat16)
+    model: Any = get_peft_model(base, LoraConfig(target_modules="all-linear"))  # peft keeps it in float32
+    attach_head(model, "value_head", nn.Linear(32, 1))
+    assert model.value_head(model(input_ids=TOKENS % 64).last_hidden_state).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("bits", [4, 8])
