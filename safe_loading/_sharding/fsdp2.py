@@ -242,8 +242,20 @@ def register_methods(model: nn.Module) -> list[str]:
     found = [(name, getattr(type(model), name, None)) for name in names]
     methods = [name for name, method in found if callable(method) and not isinstance(method, type)]
     for name in methods:
+        if is_peft_model(model) and name not in vars(model):
+            model.__dict__[name] = _of_class(model, name)
         register_fsdp_forward_method(model, name)
     return methods
+
+
+def _of_class(model: nn.Module, name: str) -> Callable[..., object]:
+    """Return a method that its class is asked for at each call: wrap_transparent changes the class."""
+
+    @functools.wraps(getattr(model, name))
+    def of_class(*args: object, **options: object) -> object:
+        return getattr(type(model), name)(model, *args, **options)
+
+    return of_class
 
 
 def copy_attributes(tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -91,6 +91,12 @@ with torch.no_grad():
     whole(input_ids=TOKENS)
 report(part=[part.calls, [proof.runs for proof in part.wrap_report.proofs],
              [name for name, each in whole.named_parameters() if not isinstance(each, DTensor)]])
+late = wrap_transparent(wrap_fsdp_meta_safe(peft_llama()), Count)
+for wrapped in (True, False):
+    late.calls = 0
+    late.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    report(**{f"late {wrapped}": late.calls})
+    _ = unwrap_transparent(late) if wrapped else None
 plain = model_with_head().eval()
 ids = plain.generate(input_ids=TOKENS, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
 report(ids=ids.tolist())
@@ -125,6 +131,10 @@ def test_the_proof_waits_for_no_other_rank(found: list[dict[str, object]]) -> No
 
 def test_the_proof_gathers_nothing_around_a_part_of_a_sharded_model(found: list[dict[str, object]]) -> None:
     assert [rank["part"] for rank in found] == [[1, [None, None, None], []]] * 2
+
+
+def test_generate_of_a_sharded_model_runs_code_that_came_later(found: list[dict[str, object]]) -> None:
+    assert [(rank["late True"], rank["late False"]) for rank in found] == [(3, 0)] * 2
 
 
 @pytest.mark.parametrize("order", ["wrap first", "shard first"])
