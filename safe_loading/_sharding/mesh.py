@@ -135,6 +135,11 @@ def _mesh_sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) 
 def _check_dimensions(mesh: DeviceMesh, version: int) -> None:
     """Refuse the dimensions of a mesh that this call cannot use."""
     names = mesh.mesh_dim_names
+    ranks = mesh.mesh.flatten().tolist()
+    # torch's groups have their ranks in order, whatever the mesh says, and the first one of a group gives the values
+    rises = all(bool((mesh.mesh.diff(dim=dimension) > 0).all()) for dimension in range(mesh.ndim))
+    if not rises or (TENSOR in (names or ()) and ranks != sorted(ranks)):
+        raise ArgumentError(f"mesh has its ranks in the order {ranks}: make it with init_device_mesh.")
     if names is None:
         if mesh.ndim == 2:
             raise ArgumentError("A mesh of two dimensions needs names: mesh_dim_names=('dp_replicate', 'fsdp').")
@@ -156,6 +161,3 @@ def _check_dimensions(mesh: DeviceMesh, version: int) -> None:
             f"before them replicas. Make it with init_device_mesh(device, (shards, parts), mesh_dim_names=('fsdp', "
             f"{TENSOR!r})), or (replicas, shards, parts) with ({REPLICAS!r}, 'fsdp', {TENSOR!r})."
         )
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ArgumentError(f"mesh has its ranks in the order {ranks}: make it with init_device_mesh.")

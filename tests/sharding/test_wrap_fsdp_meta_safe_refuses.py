@@ -12,6 +12,7 @@ from rank_server import RankServer
 SCRIPT = """
 import json, os, pathlib, shutil, sys, time, warnings
 import torch, torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
@@ -131,6 +132,7 @@ attempt("bad ignored", on_meta(llama), str(folder / "llama"), ignored_params=["n
 attempt("ignored nothing", on_meta(llama), str(folder / "llama"), ignored_params=3)
 attempt("bad adapters", on_meta(llama), str(folder / "llama"), adapters=["a"])
 attempt("bad mesh", on_meta(llama), str(folder / "llama"), mesh=(3,))
+attempt("turned mesh", on_meta(llama), str(folder / "llama"), mesh=DeviceMesh("cpu", [1, 0]))
 attempt("replicas of one shard", on_meta(llama), str(folder / "llama"), mesh=(2, 1), version=1)
 
 # a checkpoint of other values under the same headers: only the bytes tell
@@ -271,6 +273,7 @@ REFUSED = {
     "buffer without values": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
     "buffer without values on rank 0": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
     "bad mesh": ("ArgumentError", ["there are 2 ranks"]),
+    "turned mesh": ("ArgumentError", ["mesh has its ranks in the order [1, 0]: make it with init_device_mesh"]),
     "a name on one rank": ("ArgumentError|RankError", ["param_init_fn=: leave it out"]),
     "lone rank fails": ("ArgumentError|RankError", ["NoneType"]),
     "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
