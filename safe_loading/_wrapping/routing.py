@@ -66,8 +66,11 @@ def generating_base(model: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
-def routed(outer: nn.Module) -> Iterator[None]:
-    """Inside the block, calls that this thread makes of the base of ``outer`` go through the code around ``outer``."""
+def routed(outer: nn.Module, classes: dict[type, type[nn.Module]]) -> Iterator[None]:
+    """Inside the block, calls that this thread makes of the base of ``outer`` go through the code around ``outer``.
+
+    ``classes`` are those that bases have meanwhile, by their own; new ones are added.
+    """
     inner = generating_base(outer)
     if inner is None:
         yield
@@ -77,7 +80,8 @@ def routed(outer: nn.Module) -> Iterator[None]:
     with _LOCK:
         if ROUTES not in vars(inner):
             vars(inner)[ROUTES] = {}
-            inner.__class__ = _routed_class(type(inner))  # type: ignore[arg-type]  # modules hash by identity
+            own = type(inner)
+            inner.__class__ = classes[own] = classes.get(own) or _routed_class(own)
         routes: dict[int, Route] = vars(inner)[ROUTES]
         vars(outer)[ROUTES] = routes
         previous = routes.get(thread)  # the user's code may itself call generate
@@ -96,7 +100,6 @@ def routed(outer: nn.Module) -> Iterator[None]:
                 inner.__class__ = type(inner).__mro__[2]  # after the routed class and RoutedBase
 
 
-@functools.cache
 def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (RoutedBase, cls), exec_body=lambda namespace: namespace.update(names))
@@ -105,9 +108,11 @@ def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
 def generate_through(generate: Callable[..., object]) -> Callable[..., object]:
     """Return the ``generate`` of a PeftModel's class, changed so that the user's code runs at each step."""
 
+    classes: dict[type, type[nn.Module]] = {}  # for as long as there is the class that has this method
+
     @functools.wraps(generate)
     def generate_with_code(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with routed(self):
+        with routed(self, classes):
             return generate(self, *args, **kwargs)
 
     return generate_with_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import json
@@ -10,6 +11,7 @@ import pickle
 import threading
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,21 @@ def test_unwrap_takes_off_the_last_and_leaves_what_was_there() -> None:
     unwrap_transparent(model)
     with pytest.raises(ArgumentError, match="is not wrapped"):
         unwrap_transparent(model)
+
+
+def test_classes_go_with_their_models() -> None:
+    def wrapped() -> weakref.ref[type]:
+        class Local(Second):
+            pass
+
+        model = wrap_transparent(peft_llama(wrap_transparent(llama(), Local, order=[])), Count)
+        model.generate(input_ids=TOKENS, max_new_tokens=2, pad_token_id=0)
+        return weakref.ref(Local)
+
+    left = wrapped()
+    for _ in range(3):  # a class that is collected lets go of those that it was made from
+        gc.collect()
+    assert left() is None
 
 
 def test_classes_are_made_once() -> None:
