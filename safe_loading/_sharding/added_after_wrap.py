@@ -140,10 +140,11 @@ def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[Shar
     run, its units know their root, and torch accepts new units of a single module only.
     """
     modules = dict(model.named_modules())
+    names_of = {module: name for name, module in modules.items()}
     owners: dict[str, list[ModelTensor]] = {}
     problems = []
     for parameter in new:
-        owner = _owner(parameter, modules)
+        owner = _owner([names_of[each] for each, _ in parameter.places if each in names_of], modules)
         if owner is None:
             problems.append(f"{parameter.line()}: no module around it has a forward, or that module is a unit already")
         else:
@@ -172,9 +173,8 @@ def _unit(names: Sequence[str], parameters: Sequence[ModelTensor]) -> ShardingUn
     return ShardingUnit(tuple(names), tuple(parameter.name for parameter in parameters), size)
 
 
-def _owner(parameter: ModelTensor, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the innermost module with a forward around all places of a parameter; None where that is a unit."""
-    paths = [name for module, _ in parameter.places for name, candidate in modules.items() if candidate is module]
+def _owner(paths: Sequence[str], modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the innermost module with a forward around the modules of a parameter; None where that is a unit."""
     path = next((path for path in ancestors(_common_path(paths)) if path and can_run(modules[path])), None)
     return path if path is not None and not isinstance(modules[path], FSDPModule) else None
 

@@ -372,14 +372,14 @@ def _separate_dtypes(
     taken = {name for group in groups for name in group} | _around_adapters(modules)
     apart: dict[nn.Parameter, str] = {}
     dtypes: dict[str, torch.dtype] = {}  # of the units of modules in ``apart``
-    problems: list[str] = []
+    known, problems = dict.fromkeys(groups), list[str]()
     for parameters in owned.values():
         main, others = _by_dtype([parameter for _, parameter in parameters if flat or parameter.requires_grad])
         for parameter in others:
             alone = _modules_alone(parameter, places, modules, flat=flat)
             around = None if flat else _module_around(places[parameter], taken, modules)
             if alone and (around in (None, *alone) or not _is_layer(modules[alone[0]])):
-                groups = groups if alone in groups else [*groups, alone]
+                known.setdefault(alone)
             elif around is not None and dtypes.setdefault(around, parameter.dtype) == parameter.dtype:
                 apart[parameter] = around
             else:
@@ -391,7 +391,7 @@ def _separate_dtypes(
             f"each:",
             problems,
         )
-    return groups, {parameter: name for parameter, name in apart.items() if (name,) not in groups}
+    return [*known], {parameter: name for parameter, name in apart.items() if (name,) not in known}
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> tuple[torch.dtype | None, list[nn.Parameter]]:
