@@ -120,7 +120,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: WrapMesh, path: Path | None) 
             if setup.values.prefer is None:
                 _refuse_overwriting(setup, folder, [each for each in own if each.name not in root_values.tensors])
     # what rank 0 gives is not read from the folder: an adapter of adapters= wins over what the folder has
-    root_values = agree_on_names(ranks, root, root_values, setup.tensors.all, timeout=timeout)
+    root_values = agree_on_names(ranks, root, root_values, setup)
     return root_values, folder.without(root_values.names)
 
 

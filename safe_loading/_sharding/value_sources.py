@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from safe_loading._checkpoint.tensor_hash import new_hash
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
+from safe_loading._model.tensor_values import as_buffer
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointError
@@ -81,9 +83,7 @@ def _from_rank_0(setup: Setup, missing: Set[str]) -> RootValues:
     """The values of rank 0's own model: without a source all of them, and otherwise those that the source may lack."""
     tensors = setup.tensors
     if isinstance(setup.values.source, Mapping):
-        allowed = tensors.saved_buffers  # a parameter that the state dict lacks is an error
-    elif setup.values.folder is not None:
-        allowed = (*tensors.parameters, *tensors.saved_buffers)
+        allowed = tensors.buffers  # a parameter that the state dict lacks is an error
     else:
         allowed = tensors.all
     return RootValues(tensors={each.name: each.tensor for each in allowed if each.name in missing and not each.is_meta})
@@ -205,11 +205,20 @@ def _missing_line(tensor: ModelTensor) -> str:
     return line if isinstance(tensor.tensor, nn.Parameter) else f"{line}, a buffer: set it on rank 0"
 
 
-def agree_on_names(
-    ranks: Ranks, root: int, root_values: RootValues, tensors: Sequence[ModelTensor], *, timeout: float
-) -> RootValues:
-    """Tell every rank which tensors the root gives; one exchange of a bit per tensor."""
+def agree_on_names(ranks: Ranks, root: int, root_values: RootValues, setup: Setup) -> RootValues:
+    """Tell every rank which tensors the root gives; one exchange of a bit per tensor.
+
+    Buffers that no source has are given only where a rank has others.
+    """
+    tensors, sourced = setup.tensors.all, setup.values.source is not None
     bits = "".join("1" if each.name in root_values.tensors else "0" for each in tensors) if ranks.rank == root else ""
-    bits_of_root = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
-    names = frozenset(each.name for each, bit in zip(tensors, bits_of_root, strict=True) if bit == "1")
-    return dataclasses.replace(root_values, names=names)
+    unsaved = {each.name: each for each in setup.tensors.buffers if sourced and not each.persistent}
+    digest = new_hash()
+    for each in unsaved.values():
+        digest.update(b"meta" if each.is_meta else as_buffer(each.tensor.cpu()))
+    payload = [bits, digest.hexdigest()]
+    answers = ranks.exchange("learn what rank 0 gives", payload, timeout=setup.how.timeout)
+    bits_of_root, digest_of_root = answers[ranks.index(root)]
+    alike = all(own == digest_of_root for _, own in answers)
+    given = [each.name for each, bit in zip(tensors, bits_of_root, strict=True) if bit == "1"]
+    return dataclasses.replace(root_values, names=frozenset(each for each in given if not alike or each not in unsaved))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rank_server import RankServer
 from safetensors.torch import load_file
 from tiny_models import saved
 from torch import nn
@@ -122,3 +123,45 @@ def test_models_inside_a_users_module_are_saved_whole(tmp_path: Path, version: L
         one, sharded = (load_file(tmp_path / each / name / f"{file}.safetensors") for each in ("one", "sharded"))
         assert one.keys() == sharded.keys()
         assert all(torch.equal(value, sharded[key]) for key, value in one.items())
+
+
+BUFFERS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from tiny_models import saved
+from transformers import LlamaModel
+from safe_loading import meta_model, wrap_fsdp_meta_safe
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), sys.argv[1]
+if rank == 0:
+    saved("LlamaModel", folder)
+dist.barrier()
+
+class Scaled(nn.Module):
+    def __init__(self, model, value):
+        super().__init__()
+        self.model = model
+        self.register_buffer("scale", torch.full((3,), float(value)), persistent=False)
+
+def made(value):
+    return Scaled(meta_model(folder, LlamaModel), value)
+
+state = {f"model.{name}": value for name, value in LlamaModel.from_pretrained(folder).state_dict().items()}
+for name, source in {"folder": folder, "state dict": state if rank == 0 else {}}.items():
+    model = wrap_fsdp_meta_safe(made(rank + 1), source)
+    alike = wrap_fsdp_meta_safe(made(1), source)
+    real = LlamaModel.from_pretrained(folder)
+    real.rotary_emb.inv_freq.mul_(rank + 1)
+    real = wrap_fsdp_meta_safe(real, folder)
+    report(**{name: [
+        model.scale.tolist(), alike.scale.tolist(), float(real.rotary_emb.inv_freq[0]),
+        model.fsdp_report.bytes_sent - alike.fsdp_report.bytes_sent,
+    ]})
+"""
+
+
+def test_buffers_that_no_source_has_are_those_of_rank_0(rank_server: RankServer, tmp_path: Path) -> None:
+    for rank, found in enumerate(rank_server.run(BUFFERS, 2, args=[tmp_path], timeout=120).found):
+        sent = 0 if rank else 12
+        assert found == dict.fromkeys(("folder", "state dict"), [[1.0] * 3, [1.0] * 3, 1.0, sent])
