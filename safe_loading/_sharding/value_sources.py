@@ -82,10 +82,8 @@ def _from_state_dict(setup: Setup, missing: Set[str]) -> RootValues:
 def _from_rank_0(setup: Setup, missing: Set[str]) -> RootValues:
     """The values of rank 0's own model: without a source all of them, and otherwise those that the source may lack."""
     tensors = setup.tensors
-    if isinstance(setup.values.source, Mapping):
-        allowed = tensors.buffers  # a parameter that the state dict lacks is an error
-    else:
-        allowed = tensors.all
+    # a parameter that a state dict lacks is an error
+    allowed = tensors.buffers if isinstance(setup.values.source, Mapping) else tensors.all
     return RootValues(tensors={each.name: each.tensor for each in allowed if each.name in missing and not each.is_meta})
 
 

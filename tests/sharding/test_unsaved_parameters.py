@@ -1,4 +1,4 @@
-"""Parameters that no folder has: positions that Marian computes, and new adapters inside a user's module."""
+"""What no folder has: positions that Marian computes, new adapters inside a user's module, and buffers."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ for name, source in {"folder": folder, "state dict": state if rank == 0 else {}}
 
 def test_buffers_that_no_source_has_are_those_of_rank_0(rank_server: RankServer, tmp_path: Path) -> None:
     for rank, found in enumerate(rank_server.run(BUFFERS, 2, args=[tmp_path], timeout=120).found):
-        sent = 0 if rank else 12
-        assert found == dict.fromkeys(("folder", "state dict"), [[1.0] * 3, [1.0] * 3, 1.0, sent])
+        wanted = [[1.0] * 3, [1.0] * 3, 1.0, 0 if rank else 12]
+        assert found == {"folder": wanted, "state dict": wanted}
