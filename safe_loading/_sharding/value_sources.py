@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from safe_loading._checkpoint.tensor_hash import new_hash
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
 from safe_loading._model.tensor_values import as_buffer
@@ -211,7 +211,7 @@ def agree_on_names(ranks: Ranks, root: int, root_values: RootValues, setup: Setu
     tensors, sourced = setup.tensors.all, setup.values.source is not None
     bits = "".join("1" if each.name in root_values.tensors else "0" for each in tensors) if ranks.rank == root else ""
     unsaved = {each.name: each for each in setup.tensors.buffers if sourced and not each.persistent}
-    digest = new_hash()
+    digest = hashlib.sha256()
     for each in unsaved.values():
         digest.update(b"meta" if each.is_meta else as_buffer(each.tensor.cpu()))
     payload = [bits, digest.hexdigest()]

@@ -110,7 +110,6 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
     source = _opened(resolved.folder, model)
     _compute_buffers(model)
     _take_weights_away(model, _missing(model, info["missing_keys"], source), source)
-    model.register_forward_pre_hook(_refuse)
     model.__dict__[_RECORD] = LaterWeights(resolved.folder, source)
     return (model, info) if with_info else model
 
@@ -213,6 +212,7 @@ def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: Checkp
         # few bytes, which no cast, copy or move by the script can lose
         if source is not None and each.is_meta and each.persistent and source.stored_as(each.name) is not None:
             each.put(FolderTensor(source, each.name).read(each.tensor))
+    model.register_forward_pre_hook(_refuse)
 
 
 def _note_origins(model: PreTrainedModel, source: CheckpointSource | None) -> None:
