@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -175,6 +175,18 @@ def test_axolotl_casts_back_by_names_and_unsloth_casts_the_adapter_alone() -> No
     found = {word: predict_memory(config, **options, prepare_for_kbit=word) for word in ("none", "unsloth")}
     assert found["unsloth"].components == found["none"].components
     assert any("unsloth's own kernels" in note for note in found["unsloth"].notes)
+
+
+def test_codes_stored_in_16_bits_are_not_cast() -> None:
+    """As FSDP shards them: peft's own preparation of the same model is the judge, and leaves them as they are."""
+    stored = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
+    ours, peft_s = (quantized_meta_model(METHODS["nf4"][0], stored).model for _ in range(2))
+    prepare_base(ours, "peft")
+    peft_s.is_loaded_in_4bit = True  # type: ignore[assignment]  # what a load sets
+    prepare_model_for_kbit_training(peft_s, use_gradient_checkpointing=False)
+    dtypes = {name: parameter.dtype for name, parameter in ours.named_parameters()}
+    assert dtypes == {name: parameter.dtype for name, parameter in peft_s.named_parameters()}
+    assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
 
 
 def test_trl_casts_what_is_trained_but_for_the_magnitudes_of_dora() -> None:

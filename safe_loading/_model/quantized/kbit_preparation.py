@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from safe_loading._core.report import Finding
+from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading.errors import ArgumentError
 
 from .stand_ins import stand_ins_of
@@ -72,7 +73,8 @@ def prepare_base(model: torch.nn.Module, preparation: KbitPreparation) -> dict[s
     for name, parameter in model.named_parameters():
         if preparation != "none":
             parameter.requires_grad = False
-        if preparation in ("peft", "axolotl") and parameter.dtype in _SIXTEEN_BITS and parameter not in kept:
+        to_cast = parameter.dtype in _SIXTEEN_BITS and parameter not in kept and not is_four_bit(parameter)
+        if to_cast and preparation in ("peft", "axolotl"):
             before[name] = parameter.nbytes
             parameter.data = parameter.data.to(torch.float32)
     return before
