@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from zero_jobs import LORA, forecast, hold, on_meta
 
 from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
+from safe_loading._memory.trace.ledger import Ledger
 from safe_loading._memory.trace.over_ranks import RankOfJob
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._memory.trace.zero_step import parts_of_ranks
@@ -116,6 +118,19 @@ def test_every_gradient_reaches_its_owner() -> None:
             resident = [a for a in trace.allocations if a.phase == "load" and a.component == "optimizer"]
             held += max(allocation.bytes for allocation in resident)
         assert held - sum(p.nbytes for p in on_meta("float32", SIZES).parameters()) in range(4 * 2 * 3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_of_a_trace_outlives_it(stage: int) -> None:
+    """Torch keeps the hooks of gradients where the garbage collector does not look, and with them what they hold."""
+
+    def ledgers() -> int:
+        gc.collect()
+        return sum(type(kept) is Ledger for kept in gc.get_objects())
+
+    before = ledgers()
+    predict_memory(on_meta("bfloat16", SIZES), Workload.train(1, 8), spread=Spread.zero(2, stage=stage, **SMALL))
+    assert ledgers() == before
 
 
 def test_zero_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

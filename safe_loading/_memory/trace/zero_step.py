@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -103,8 +104,9 @@ class DeepSpeedParameters(TrainedParameters):
 
     def _take_gradients(self) -> None:
         """Let `_take` have each gradient as soon as it is there."""
+        own = weakref.proxy(self)  # torch holds a hook where the garbage collector does not see the cycle
         for place, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._received(place))  # type: ignore[no-untyped-call]  # of torch
+            parameter.register_post_accumulate_grad_hook(lambda _, place=place: own._received(place))  # type: ignore[no-untyped-call]  # of torch
 
     @torch.no_grad()
     def _received(self, place: int) -> None:
