@@ -96,6 +96,18 @@ def test_choices_among_known_numbers_are_not_guessed() -> None:
     assert trace.assumptions == ()
 
 
+def test_what_is_written_through_out_is_known_or_forgotten() -> None:
+    def look(_: Any, ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        known, unknown = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids)
+        torch.gt(ids, 0, out=known)
+        torch.argmax(scores, -1, out=unknown)
+        return int(known.sum()), int(unknown.sum())
+
+    found, trace = seen(look)
+    assert found == (ROWS * COLUMNS, 1)  # the guess
+    assert [said.split(" reads")[0] for said in trace.assumptions] == ["router"]
+
+
 @pytest.mark.parametrize(
     "route",
     [

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from safe_loading._ranks.own_generators import OwnGenerators
 
-from .operation import OperationCall, tensors_in
+from .operation import OperationCall
 
 MAX_ELEMENTS = 1 << 21  # of an integer or boolean tensor whose values are computed
 MAX_FLOATS = 1 << 18  # the same for floating point and complex tensors: masks of rows, as peft's prompts make them
@@ -296,14 +296,15 @@ class KnownValues:
             self._values[indices] = even
 
     def _forget(self, call: OperationCall) -> None:
-        for target in tensors_in(call.args[:1]):
+        for target in call.written():
             self._values.pop(target, None)
 
     def _update_in_place(self, call: OperationCall) -> None:
         """Repeat an operation in place on the values, or forget them; views of a value are views here too."""
-        for target in tensors_in(call.args[:1]):
+        targets = call.written()
+        for target in targets:
             self._own(target)
-        if not any(self.get(target) is not None for target in tensors_in(call.args[:1])):
+        if not any(self.get(target) is not None for target in targets):
             return
         inputs_known = all(self.get(t) is not None for t in call.tensors() if isinstance(t, FakeTensor))
         # operations on lists (``_foreach_add_``) return nothing, so None does not mean that they failed

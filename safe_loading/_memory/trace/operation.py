@@ -30,6 +30,13 @@ class OperationCall(NamedTuple):
         args, kwargs = tree_map_only(torch.Tensor, replace, (self.args, self.kwargs))
         return OperationCall(self.func, args, kwargs)
 
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors among the arguments to which the operation writes, such as an ``out``."""
+        arguments = self.func._schema.arguments
+        given = [*zip(arguments, self.args, strict=False)]
+        given += [(each, self.kwargs[each.name]) for each in arguments if each.name in self.kwargs]
+        return list(tensors_in(value for each, value in given if each.alias_info and each.alias_info.is_write))
+
     @property
     def mutates(self) -> bool:
         """Whether the operation writes to an argument."""
