@@ -8,7 +8,6 @@ work in place and allocate nothing. Steps are held against the engine itself in 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from typing import NamedTuple
@@ -351,11 +350,6 @@ class ZeroParameters(DeepSpeedParameters):
         if self._master is not None:
             self._scaled_norm = self._master.grad = None
             self._own_share().copy_(self._master.detach())
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that were not reduced, and the cycles by which the hooks keep this object alive."""
-        super().drop_gradients()
-        gc.collect()
 
 
 def _count_invalid(gradients: list[torch.Tensor]) -> torch.Tensor:
