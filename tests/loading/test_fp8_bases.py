@@ -13,7 +13,14 @@ import torch
 from engines import needs
 from models import save_adapter
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from safe_loading import load_peft_on_rank
 from safe_loading._model.formats.registry import decoded_rightly
@@ -66,6 +73,20 @@ def test_blocks_at_the_edge_of_a_weight_are_decoded_with_their_own_scale(width: 
     ours = load_peft_on_rank(base, adapter)
     codes = [finding.code for finding in ours.load_report.findings]
     assert codes == ([] if width % BLOCK == 0 else ["decoded-wrongly"])
+    assert_same(ours.get_base_model(), AutoModelForCausalLM.from_pretrained(plain))
+
+
+@needs("transformers", "5.16")
+def test_a_config_that_names_no_block_has_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "BLOCK", FineGrainedFP8Config().weight_block_size[0])
+    model = LlamaForCausalLM(LlamaConfig(intermediate_size=BLOCK + BLOCK // 2, **SIZES))
+    base, plain = save_fp8(tmp_path, model)
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (base / "config.json").write_text(json.dumps(config))
+    adapter = save_adapter(tmp_path / "adapter", plain)
+    ours = load_peft_on_rank(base, adapter)
+    assert [finding.code for finding in ours.load_report.findings] == ["decoded-wrongly"]
     assert_same(ours.get_base_model(), AutoModelForCausalLM.from_pretrained(plain))
 
 

@@ -127,6 +127,19 @@ CASES = [
 ]
 
 
+def test_a_config_that_names_no_block_has_that_of_transformers(tmp_path: Path) -> None:
+    base = save_fp8(tmp_path / "base", [128, 128], "float", intermediate_size=192)
+    plain = save_llama(tmp_path / "plain", torch.bfloat16, intermediate_size=192)
+    adapter = save_adapter(tmp_path / "adapter", plain, target_modules=["up_proj", "down_proj"])
+    merge_lora_checkpoint(base, adapter, tmp_path / "named")
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (base / "config.json").write_text(json.dumps(config))
+    merge_lora_checkpoint(base, adapter, tmp_path / "unnamed")
+    named, unnamed = on_disk(tmp_path / "named"), on_disk(tmp_path / "unnamed")
+    assert [name for name, tensor in named.items() if not torch.equal(as_bytes(tensor), as_bytes(unnamed[name]))] == []
+
+
 @needs("transformers", "5.10")
 @pytest.mark.parametrize(("block", "fmt"), CASES)
 def test_fp8_keeps_its_format_and_has_the_codes_of_the_merge_in_memory(

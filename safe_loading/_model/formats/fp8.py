@@ -31,6 +31,7 @@ from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, with_fil
 _DECODES = "_dequantize_one"  # of transformers' operation
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FP8 = tuple(_DTYPES.values())
+_BLOCK = (128, 128)  # transformers' own, where a config names none
 ROW_SCALES = ("fbgemm_fp8", "compressed-tensors")  # the methods whose fp8 has a scale for each row, or one for all
 
 
@@ -199,7 +200,7 @@ def whole_blocks() -> list[AbstractContextManager[object]]:
 
 def parts_of_blocks(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any]) -> list[str]:
     """Return the weights on disk that do not fill the blocks of their scales."""
-    block = options.get("weight_block_size")
+    block = options.get("weight_block_size", _BLOCK)
     shapes = {name: (info.shape, tensors.get(f"{name}_scale_inv")) for name, info in tensors.items()}
     return [name for name, (shape, scales) in shapes.items() if scales and any(_short(shape, scales.shape, block))]
 
@@ -238,14 +239,14 @@ def find_fp8(name: str, checkpoint: Checkpoint, settings: JsonObject) -> Quantiz
 def _blocks(info: TensorInfo, scales: TensorInfo, settings: JsonObject) -> JsonObject:
     """Return the block of each scale of a weight in fp8, and whether the scales are powers of two."""
     rows, columns = info.shape
-    given = settings.get("weight_block_size") or (rows, columns)
+    grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
+    given = settings.get("weight_block_size", None if grid == (1, 1) else _BLOCK) or (rows, columns)
     block = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise MergeError(
             f"the config's weight_block_size is {given!r:.80}, and must be the rows and the columns of a block. Take "
             f"config.json from where the checkpoint is whole."
         )
-    grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
     if grid != (-(-rows // block[0]), -(-columns // block[1])):
         raise MergeError(
             f"{scales.name} has the shape {list(scales.shape)}, which does not fit the shape {list(info.shape)} of its "
