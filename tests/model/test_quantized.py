@@ -67,6 +67,19 @@ def test_packed_weights_are_quantized_and_not_known(packed: str) -> None:
         decoded_weight(layer)
 
 
+@pytest.mark.parametrize("name", ["qweight", "W_q"])
+def test_projections_of_those_names_are_no_packed_weights(name: str) -> None:
+    """As many write their attention: a module of its own, or a plain parameter."""
+    layer = nn.Module()
+    layer.register_module(name, nn.Linear(2, 2))
+    assert not is_quantized(layer)
+    layer = nn.Module()
+    layer.register_parameter(name, nn.Parameter(torch.zeros(2, 2)))
+    assert not is_quantized(layer)
+    vars(layer)["meta"] = {"view_as_float": True}  # of HQQ, which may view its codes as floats
+    assert is_quantized(layer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_rows_are_decoded_as_the_whole_matrix_is(dtype: torch.dtype) -> None:
     codes = torch.randn(20, 40).to(dtype)

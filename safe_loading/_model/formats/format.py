@@ -161,9 +161,11 @@ class Format:
 
 
 def holds_attribute(name: str) -> Callable[[nn.Module], bool]:
-    """Return the recognition of modules that keep their codes under this name."""
+    """Return the recognition of modules that keep codes under this name, which users give to projections, too."""
 
     def holds(module: nn.Module) -> bool:
-        return hasattr(module, name)
+        codes = module._parameters.get(name, module._buffers.get(name))
+        # HQQ may view its codes as floats; a parameter of a user's own is of floats, and has no facts beside it
+        return codes is not None and (not codes.is_floating_point() or hasattr(module, "meta"))
 
     return holds
