@@ -54,7 +54,7 @@ def read_devices() -> tuple[Devices, list[Finding]]:
         findings.append(Finding("launcher", "error", "environment", str(error), ""))
     try:
         kind, count = _count()
-    except ImportError as error:
+    except Exception as error:  # of libraries that torch loads, in their words
         message = f"cannot be imported: {error}."
         findings.append(Finding("engine-broken", "error", "torch", message, "install it again."))
         kind, count = "cpu", 0

@@ -215,9 +215,12 @@ def test_nvidia_smi_is_asked_where_it_is_there(tmp_path, monkeypatch):
     assert device_facts._contexts() is None
 
 
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch):
+@pytest.mark.parametrize("kind", [ImportError, OSError, ValueError, RuntimeError], ids=lambda kind: kind.__name__)
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch, kind):
+    """A build for CUDA raises OSError or ValueError where it does not find its libraries."""
+
     def broken():
-        raise ImportError("libtorch.so: no such file")
+        raise kind("libtorch.so: no such file")
 
     monkeypatch.setattr(device_facts, "_count", broken)
     (finding,) = [finding for finding in device_facts.read_devices()[1] if finding.severity == "error"]

@@ -165,7 +165,7 @@ def holds_attribute(name: str) -> Callable[[nn.Module], bool]:
 
     def holds(module: nn.Module) -> bool:
         codes = module._parameters.get(name, module._buffers.get(name))
-        # HQQ may view its codes as floats; a parameter of a user's own is of floats, and has no facts beside it
+        # codes may be viewed as floats, with facts in `meta`; a parameter of a user has floats alone
         return codes is not None and (not codes.is_floating_point() or hasattr(module, "meta"))
 
     return holds
