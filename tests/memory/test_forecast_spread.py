@@ -224,6 +224,15 @@ def test_the_optimizer_of_a_rank_is_its_share() -> None:
     assert set(whole.ranks.values()) == {whole.ranks[0]}
 
 
+def test_the_moments_of_embeddings_are_in_32_bits_on_a_rank_too() -> None:
+    """The Trainer names them by their module, whose weight is the shard that the optimizer has."""
+    step = Workload.train(2, 48, optimizer="adamw_8bit")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 4096}))
+    whole, shared = (predict_memory(model, step, spread=spread) for spread in (None, Spread.fsdp2(1)))
+    assert shared.components["optimizer"] == whole.components["optimizer"]
+
+
 def test_offloaded_shards_and_activations_leave_the_card() -> None:
     step = Workload.train(2, 48)
     kept, offloaded = (predict_memory(on_meta(), step, spread=Spread.fsdp2(2, cpu_offload=on)) for on in (False, True))

@@ -47,7 +47,7 @@ def run_training(
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     _run_every_layer(model, ledger)
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    optimizer, first_update = _make_optimizer(workload, trained.stepped, embeddings, ledger)
+    optimizer, first_update = _make_optimizer(workload, trained.stepped, trained.stepped_of(embeddings), ledger)
     importance = _Importance(model, trained, ledger)
 
     def classify(parameter: torch.Tensor) -> None:

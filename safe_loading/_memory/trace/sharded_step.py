@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,11 @@ class ShardedParameters(TrainedParameters):
         self._sharded = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
         shards = (parameter._local_tensor.detach() for parameter in self._sharded)
         super().__init__([torch.nn.Parameter(shard) for shard in shards])
+
+    def stepped_of(self, weights: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+        """Return the shards of these weights."""
+        pairs = zip(self._sharded, self.parameters, strict=True)
+        return [shard for parameter, shard in pairs if any(parameter is weight for weight in weights)]
 
     def begin_micro_batch(self, last: bool) -> None:
         """Reduce gradients in the last micro-batch only where the job does; until then they stay whole."""

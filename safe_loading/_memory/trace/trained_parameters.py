@@ -29,6 +29,10 @@ class TrainedParameters:
         """Those that this rank's optimizer gets."""
         return self.parameters
 
+    def stepped_of(self, weights: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+        """Those of `stepped` that are these weights of modules, or the rank's parts of them."""
+        return [parameter for parameter in self.stepped if any(parameter is weight for weight in weights)]
+
     def unused(self) -> list[torch.nn.Parameter]:
         """Those of `stepped` that the step gave no gradient."""
         return [parameter for parameter in self.stepped if parameter.grad is None]
