@@ -1,4 +1,4 @@
-"""CUDA's autocast, where the CPU's is another: it runs norms, softmax, powers and exponentials in float32.
+"""CUDA's autocast, where the CPU's is another: it runs norms, softmax, powers, exponentials and interpolation in float32.
 
 A trace runs on fake CPU tensors, for which ``torch.autocast("cpu")`` casts products to 16 bits as CUDA's does, and
 leaves most other operations alone. CUDA's casts the inputs of many to float32, which takes twice the memory, and what
@@ -23,10 +23,14 @@ from .cuda_scratch import CARD
 _HALF = (torch.float16, torch.bfloat16)
 _Call = Callable[..., object]
 
-_NORMS = ("layer_norm", "group_norm", "softplus")
-_POWERS = ("pow", "exp", "log", "rsqrt", "reciprocal", "cumsum", "cumprod")
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "softplus", "cosine_similarity", "pdist")
+_POWERS = ("pow", "exp", "expm1", "log", "log1p", "log2", "log10", "logsumexp", "rsqrt", "reciprocal", "cumsum")
+_OTHERS = ("cumprod", "acos", "asin", "tan", "sinh", "cosh", "erfinv", "dist", "renorm")
 # These have an argument for the dtype of their output, which CUDA's autocast sets where the caller does not.
 _WITH_DTYPE = ("softmax", "log_softmax", "sum", "prod")
+_OF_LINALG = ("norm", "vector_norm", "matrix_norm")
+_UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+_UPSAMPLED_PRIVATELY = ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa")
 
 
 @contextlib.contextmanager
@@ -49,9 +53,12 @@ def _places() -> Iterator[tuple[Any, Sequence[str], Callable[[_Call], _Call]]]:
     yield functional, ("scaled_dot_product_attention",), _in_16_bits
     yield functional, ("cross_entropy",), _cross_entropy
     yield torch, ("is_autocast_enabled",), _of_the_card
-    yield torch, _POWERS, _in_float32
+    yield torch, (*_POWERS, *_OTHERS, "cosine_similarity"), _in_float32
     yield torch, _WITH_DTYPE, _to_float32
-    yield torch.Tensor, (*_POWERS, "__pow__"), _in_float32
+    yield torch.linalg, _OF_LINALG, _to_float32
+    upsampled = [f"upsample_{name}" for name in _UPSAMPLED]
+    yield torch._C._nn, [*upsampled, *(f"_upsample_{name}" for name in _UPSAMPLED_PRIVATELY)], _in_float32
+    yield torch.Tensor, (*_POWERS, *_OTHERS, "__pow__"), _in_float32
     yield torch.Tensor, _WITH_DTYPE, _to_float32
 
 
