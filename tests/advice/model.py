@@ -116,7 +116,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "Write the number with which": _NUMBERS,
     },
     "_model/formats/gptq.py": {"Plan the model that it was made of": _PLANNED},
-    "_model/formats/bitsandbytes.py": {"load it with from_pretrained": _DEQUANTIZED},
+    "_model/formats/bitsandbytes.py": {
+        "load it with from_pretrained": _DEQUANTIZED,
+        "Pass llm_int8_has_fp16_weight=False": _PLANNED,
+    },
     "_model/formats/card_findings.py": {
         "pass capability= of the card if it is another one": _ENDED,
         "pass capability= to plan for another one": _ENDED,

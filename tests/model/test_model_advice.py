@@ -213,6 +213,14 @@ PLANS: dict[str, Plan] = {
         None,
         ANY,
     ),
+    "8 bits of weights that stay in 16": Plan(
+        LLAMA,
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True),
+        ANY,
+        "Pass llm_int8_has_fp16_weight=False",
+        BitsAndBytesConfig(load_in_8bit=True),
+        ANY,
+    ),
     "no config": Plan(
         LLAMA,
         4,

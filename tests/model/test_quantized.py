@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from safe_loading import ArgumentError, Workload, plan_device_map, predict_memory
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._model.formats.bitsandbytes import is_bitsandbytes_linear
 from safe_loading._model.formats.eight_bit import is_eight_bit
@@ -30,6 +32,18 @@ def test_the_layers_of_bitsandbytes_have_the_names_that_are_looked_for() -> None
         layer.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)  # as accelerate offloads it
         assert has_offloaded_codes(layer)
         assert is_quantized(layer)
+
+
+def test_a_layer_in_8_bits_that_keeps_16_is_refused() -> None:
+    """bitsandbytes makes it so where its caller does not say has_fp16_weights=False."""
+    model = nn.Sequential(pytest.importorskip("bitsandbytes").nn.Linear8bitLt(64, 64))
+    model[0].weight.data = model[0].weight.data.half()
+    with pytest.raises(NotImplementedError, match="has no codes yet"):
+        decoded_weight(model[0])
+    for call in (plan_device_map, predict_memory):
+        options: Any = {"max_memory": {0: "1GB"}} if call is plan_device_map else {"workload": Workload.weights_only()}
+        with pytest.raises(ArgumentError, match="or has_fp16_weights=False to a layer"):
+            call(model, **options)
 
 
 def test_peft_s_layers_around_those_of_bitsandbytes_are_none_of_them() -> None:

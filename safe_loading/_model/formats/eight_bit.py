@@ -80,6 +80,8 @@ def decode_eight_bit_layer(module: nn.Module) -> torch.Tensor:
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     weight: Any = module.weight
+    if weight.is_floating_point():
+        raise NotImplementedError(f"{type(module).__name__} has no codes yet: its weight is in {weight.dtype}")
     state: Any = getattr(module, "state", None)  # where bitsandbytes moves the scales at the first forward
     scales = weight.SCB if state is None or state.SCB is None else state.SCB
     return int8_vectorwise_dequant(weight.data, scales.to(weight.device))  # type: ignore[no-any-return]  # a tensor
