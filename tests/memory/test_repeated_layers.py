@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -251,3 +253,75 @@ def test_where_layers_differ_all_of_them_run(forward: Any, ran: list[bool], monk
     assert ran == [True, False]
     vars(model.config).pop("kept", None)
     assert_equal(found, trace_step(model, STEP, every_layer=True))
+
+
+def _wide(hidden: torch.Tensor, times: int) -> torch.Tensor:
+    for _ in range(times):
+        hidden = hidden + hidden.exp()
+    return hidden
+
+
+def _third(layer: Any) -> int:
+    number = layer.self_attn.layer_idx
+    return 4 if (number + 1) % 3 == 0 else 1
+
+
+def _listed(layer: Any) -> int:
+    return 4 if layer.self_attn.layer_idx in (3, 5) else 1
+
+
+def _between(layer: Any) -> int:
+    return 4 if 3 < layer.self_attn.layer_idx < 6 else 1
+
+
+def _bound(layer: Any) -> int:
+    return 4 if layer.self_attn.layer_idx > 4 else 1
+
+
+def _first(layer: Any) -> int:
+    return 4 if layer.self_attn.layer_idx == 0 else 1
+
+
+@pytest.mark.parametrize("times", [_third, _listed, _between, _bound, _first], ids=lambda times: times.__name__)
+def test_layers_whose_code_asks_for_their_number_stand_for_no_others(times: Any) -> None:
+    class Layer(LlamaDecoderLayer):
+        def forward(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            return _wide(super().forward(hidden, *arguments, **options), self.times())  # type: ignore[attr-defined]
+
+    Layer.times = times  # type: ignore[attr-defined]
+    model: Any = llama()
+    for layer in model.model.layers:
+        layer.__class__ = Layer
+    assert bool(repeated_layers(model)) == (times in (_bound, _first))  # which a comparison sees, or changes nothing
+    assert_equal(trace_step(model, STEP), trace_step(model, STEP, every_layer=True))
+
+
+@pytest.mark.parametrize("kind", ["partial", "closure", "numpy", "slots"])
+def test_what_a_layer_keeps_of_its_own_tells_it_from_others(kind: str) -> None:
+    class Slots:
+        __slots__ = ("times",)
+
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+    class Layer(LlamaDecoderLayer):
+        kept: Any
+
+        def forward(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            found: Any = super().forward(hidden, *arguments, **options)
+            if callable(self.kept):
+                return self.kept(found)
+            return _wide(found, int(getattr(self.kept, "times", self.kept)))
+
+    def kept(times: int) -> Any:
+        made = {"partial": functools.partial(_wide, times=times), "closure": lambda hidden: _wide(hidden, times)}
+        return {**made, "numpy": np.int64(times), "slots": Slots(times)}[kind]
+
+    model: Any = llama()
+    for number, layer in enumerate(model.model.layers):
+        layer.__class__ = Layer
+        layer.kept = kept(4 if number in (3, 5) else 1)
+    assert_equal(trace_step(model, STEP), trace_step(model, STEP, every_layer=True))
+    if kind != "slots":  # of which nothing is known
+        (layers,) = repeated_layers(model)
+        assert len(set(layers.kinds)) == 2

@@ -8,10 +8,15 @@ what one of them makes for the others then stays inside, or goes to the next per
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import itertools
+import textwrap
 import types
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +24,11 @@ from transformers import PreTrainedConfig
 
 _FEWEST = 8  # a shorter list is run as it is
 _DEPTH = 4  # of the attributes that are compared
-_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "layer_idx"})
+_NUMBER = "layer_idx"
+_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", _NUMBER})
+_ENGINES = ("torch", "transformers", "peft")  # in whose layers the number alone decides nothing that takes memory
+_REMAINDERS = (ast.Mod, ast.FloorDiv, ast.BitAnd)
+_OF_ONE_LAYER = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 
 class _Number(NamedTuple):
@@ -69,7 +78,7 @@ def repeated_layers(model: torch.nn.Module) -> list[RepeatedLayers]:
             continue
         if any(path.startswith(f"{outer.path}.") for outer in found):
             continue
-        if not _share_nothing(model, path, module):
+        if not _share_nothing(model, path, module) or _ask_their_numbers(tuple(module)):
             continue
         kinds = _kinds(path, tuple(module), configs)
         units = tuple(range(number, number + 1) for number in range(len(module)))
@@ -152,6 +161,57 @@ def _share_nothing(model: torch.nn.Module, path: str, layers: torch.nn.ModuleLis
     return len({id(layer) for layer in layers}) == len(layers)
 
 
+def _ask_their_numbers(layers: Sequence[torch.nn.Module]) -> bool:
+    """Whether code inside the layers takes some of them for others by their number: those that run tell nothing then.
+
+    A single bound is none of that: of the layers on either side of it at least one runs that is compared.
+    """
+    last, before = (dict(layer.named_modules()) for layer in layers[:-3:-1])
+    names, classes = {_NUMBER}, set[type]()
+    for path, module in last.items():
+        others = vars(before[path]) if path in before else {}
+        names |= {
+            name
+            for name, value in vars(module).items()
+            if type(value) is int and (value, others.get(name)) == (len(layers) - 1, len(layers) - 2)
+        }
+        classes |= {kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in _ENGINES}
+    methods = (pair for kind in classes - {object} for pair in vars(kind).items() if pair[0] != "__init__")
+    return any(_asks(inspect.unwrap(each), names) for _, each in methods if isinstance(each, types.FunctionType))
+
+
+def _asks(function: Any, names: set[str]) -> bool:
+    """Whether a function tells numbers apart: by a remainder, by equality, by a list, or by two bounds."""
+    try:
+        nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
+    except (OSError, TypeError, SyntaxError):  # without its source what it does with the number is unknown
+        return not names.isdisjoint(function.__code__.co_names)
+    known: set[str] = set()
+
+    def is_number(node: ast.AST) -> bool:
+        if isinstance(node, ast.BinOp):
+            return is_number(node.left) or is_number(node.right)
+        return getattr(node, "attr", None) in names or (isinstance(node, ast.Name) and node.id in known)
+
+    for node in nodes:
+        if isinstance(node, ast.Assign) and is_number(node.value):
+            known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    compared = [each for each in nodes if isinstance(each, ast.Compare) and any(map(is_number, _sides(each)))]
+    # the first layer runs
+    found = [op for each in compared for op in each.ops if not any(_is_zero(side) for side in _sides(each))]
+    remainders = (each for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, _REMAINDERS))
+    bounds = [op for op in found if isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE))]
+    return len(bounds) > 1 or any(isinstance(op, _OF_ONE_LAYER) for op in found) or any(map(is_number, remainders))
+
+
+def _sides(comparison: ast.Compare) -> list[ast.expr]:
+    return [comparison.left, *comparison.comparators]
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0
+
+
 def _sign_of(layer: torch.nn.Module, number: _Number) -> tuple[object, ...]:
     """Return all that tells a layer from another one but its number and the values of its tensors."""
     parts: list[object] = []
@@ -174,7 +234,7 @@ def _value(value: object, number: _Number, depth: int) -> object:
         return "its number" if value == number.itself else value
     if isinstance(value, str):
         return value.replace(number.in_names, "its number.")
-    if value is None or isinstance(value, (bool, float, bytes, type, torch.dtype, torch.device)):
+    if value is None or isinstance(value, (bool, bytes, type, Number, torch.dtype, torch.device)):
         return value
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
@@ -191,14 +251,24 @@ def _value(value: object, number: _Number, depth: int) -> object:
                 for key, each in value.items()
             ),
         )
+    if isinstance(value, functools.partial):
+        return tuple(_value(each, number, depth - 1) for each in (value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
-        return value.__func__.__qualname__
+        return _value(value.__func__, number, depth)
     if isinstance(value, types.FunctionType):
-        return value.__qualname__
+        cells = (_value(_content(cell), number, depth - 1) for cell in value.__closure__ or ())
+        return (value.__qualname__, *cells)
     if isinstance(value, torch.nn.Module):
         return type(value)
     kept = getattr(value, "__dict__", None)
-    return (type(value), _value(dict(kept), number, depth - 1)) if kept is not None else type(value)
+    return (type(value), _value(dict(kept), number, depth - 1)) if kept is not None else id(value)
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # that is empty
+        return None
 
 
 def _with_inner(config: PreTrainedConfig) -> list[PreTrainedConfig]:
