@@ -58,7 +58,8 @@ def _changes_by_layer(model: nn.Module, request: QuantizationRequest) -> Mapping
     kept = [re.compile(name) for name in skipped_modules(model, request, default_too=True)]
     changes |= {path: _LEFT_OUT for path in inside if any(name.search(path) for name in kept)}
     _expand(dict(changes), changes, inside, linears)
-    return {path: changes.get(path, {}) for path in linears if path in changes or path in set(inside)}
+    quantized = {*changes, *inside}
+    return {path: changes.get(path, {}) for path in linears if path in quantized}
 
 
 def _expand(
