@@ -1,4 +1,4 @@
-"""CUDA's autocast, where the CPU's is another: it runs norms, softmax, powers, exponentials and interpolation in float32.
+"""CUDA's autocast, where the CPU's is another: norms, softmax, powers, exponentials and interpolation are in float32.
 
 A trace runs on fake CPU tensors, for which ``torch.autocast("cpu")`` casts products to 16 bits as CUDA's does, and
 leaves most other operations alone. CUDA's casts the inputs of many to float32, which takes twice the memory, and what
