@@ -286,7 +286,7 @@ def _first(layer: Any) -> int:
 def test_layers_whose_code_asks_for_their_number_stand_for_no_others(times: Any) -> None:
     class Layer(LlamaDecoderLayer):
         def forward(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            return _wide(super().forward(hidden, *arguments, **options), self.times())  # type: ignore[attr-defined]
+            return _wide(super().forward(hidden, *arguments, **options), self.times())
 
     Layer.times = times  # type: ignore[attr-defined]
     model: Any = llama()
