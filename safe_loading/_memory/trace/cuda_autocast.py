@@ -57,7 +57,7 @@ def _places() -> Iterator[tuple[Any, Sequence[str], Callable[[_Call], _Call]]]:
     yield torch, _WITH_DTYPE, _to_float32
     yield torch.linalg, _OF_LINALG, _to_float32
     upsampled = [f"upsample_{name}" for name in _UPSAMPLED]
-    yield torch._C._nn, [*upsampled, *(f"_upsample_{name}" for name in _UPSAMPLED_PRIVATELY)], _in_float32
+    yield vars(torch._C)["_nn"], [*upsampled, *(f"_upsample_{name}" for name in _UPSAMPLED_PRIVATELY)], _in_float32
     yield torch.Tensor, (*_POWERS, *_OTHERS, "__pow__"), _in_float32
     yield torch.Tensor, _WITH_DTYPE, _to_float32
 
