@@ -33,14 +33,14 @@ from safe_loading._output.stage import Records, Stage
 from safe_loading._ranks.default_device import tensors_on_host
 from safe_loading._ranks.device_guard import guarded, own_device
 from safe_loading._ranks.launcher import cores
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, CheckpointError
 
 from .disk.changes import FLOATS, NAMES
 from .disk.find_changes import find_changes
 from .disk.output_plan import FilePlan, plan_files
 from .disk.record import Outcome, is_complete, job_of, make_report, report_file
 from .disk.report import MergeReport
-from .disk.small_files import small_files
+from .disk.small_files import content_of, small_files
 from .disk.sources import MergeSources, checked_weights, merge_request, open_sources
 from .disk.tokenizer_ids import end_findings, refuse_ids_without_rows
 from .disk.write_files import WriteJob, WrittenFile, from_journal, is_readable, one_torch_thread, write_files
@@ -226,11 +226,10 @@ def _is_whole(
     written = {name: from_journal(facts["tensors"]) for name, facts in recorded.items()}
     files = {**small, REPORT: report_file(sources, plans, written)}
     try:
-        return all((folder / name).read_bytes() == data for name, data in files.items()) and (
-            not manifest or (folder / SUMS).is_file()
-        )
-    except OSError:
+        alike = all(content_of(folder / name) == data for name, data in files.items())
+    except CheckpointError:  # one is missing
         return False
+    return alike and (not manifest or (folder / SUMS).is_file())
 
 
 def _write_weights(
