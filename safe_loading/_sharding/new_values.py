@@ -126,7 +126,9 @@ def adapted_models(model: nn.Module) -> dict[str, Any]:
     """Return the PeftModels in a module, the outermost ones, by the beginning of their names."""
     peft: Any = sys.modules.get("peft")
     found: dict[str, Any] = {}
-    for path, module in model.named_modules() if peft is not None else ():
+    if peft is None:
+        return found
+    for path, module in model.named_modules():
         start = f"{name}." if (name := canonical(path)) else ""
         if isinstance(module, peft.PeftModel) and not start.startswith(tuple(found)):
             found[start] = module
