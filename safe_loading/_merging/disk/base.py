@@ -123,7 +123,7 @@ class MergeBase:
         if num_labels is not None:
             config.num_labels = num_labels
         trusted = bool(self.kwargs.get("trust_remote_code", False))
-        dtype = weights_dtype("auto", config, self.opened)
+        dtype = weights_dtype("auto", config, self.opened, self.kwargs.get("variant"))
         if self.dtype is not None and torch.promote_types(dtype, self.dtype) == self.dtype:  # it holds more
             dtype = self.dtype
         arguments = for_constructor(self._changed_config[1])
