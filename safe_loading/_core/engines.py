@@ -99,6 +99,11 @@ def is_older(engine: str, version: str) -> bool:
     return installed is not None and Version(installed) < Version(version)
 
 
+def norms_in_float32() -> tuple[str, ...]:
+    """Return the norms that CUDA's autocast runs in float32: torch 2.12 brought `rms_norm` (pytorch/pytorch#188955)."""
+    return ("layer_norm", "group_norm") if is_older("torch", "2.12") else ("layer_norm", "group_norm", "rms_norm")
+
+
 def classes_named(module: str, *names: str) -> tuple[type, ...]:
     """Return those classes of a module that the installed engine has.
 

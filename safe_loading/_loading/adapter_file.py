@@ -95,9 +95,9 @@ def tensors_on_meta(header: Header, *, is_mlx: bool) -> dict[str, torch.Tensor]:
 def value_findings(
     facts: AdapterFolder, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = torch.float32
 ) -> list[Finding]:
-    """Return findings for NaN and infinity, for factors of no dtype to compute in, and for a ``lora_B`` that is zero.
+    """Return findings for NaN and infinity, for factors of 8 bits or integers, and for a ``lora_B`` that is zero.
 
-    ``dtype`` is what the values are cast to; None leaves them as they are.
+    ``dtype`` is that to which factors are cast; None leaves them as they are.
     """
     findings, zero, factors = _factor_dtypes(facts, tensors, dtype), [], dict[str, torch.Tensor]()
     if not tensors:  # of a method that peft put on none of the layers that it was given
@@ -111,7 +111,7 @@ def value_findings(
         low, high = value_range(tensor)
         if not (math.isfinite(low) and math.isfinite(high)):
             findings.append(_non_finite(facts, key, tensor))
-        elif dtype is not None and max(-low, high) > torch.finfo(dtype).max:
+        elif dtype is not None and ".lora_" in key and max(-low, high) > torch.finfo(dtype).max:
             message = f"has values up to {max(-low, high):.3g}, which {dtype} does not hold"
             fix = "pass another adapter_dtype=, such as torch.bfloat16"
             findings.append(fault("non-finite", f"{facts.weights}: {key}", message, fix, tensor.nbytes))
@@ -171,18 +171,14 @@ def _factor_dtypes(
     """Return a finding for each factor in whose dtype no forward pass would run."""
     findings = []
     for key, tensor in tensors.items():
-        other = tensors.get(key.replace(".lora_B", ".lora_A").replace(".lora_embedding_B", ".lora_embedding_A"), tensor)
         message = f"the tensor is {tensor.dtype}, {list(tensor.shape)}; "
         if ".lora_" not in key:
             continue
         if not tensor.is_floating_point():
             message += "LoRA factors are floats, and peft would cast it without a warning"
             fix = "save the adapter again; dequantize a quantized one with the library that quantized it"
-        elif dtype is None and (
-            tensor.dtype.itemsize == 1 or (tensor.dtype != other.dtype and other.dtype.itemsize > 1)
-        ):
-            by = "torch multiplies none" if tensor.dtype.itemsize == 1 else f"its lora_A is {other.dtype}"
-            message += f"no forward pass would run, since {by}"
+        elif dtype is None and tensor.dtype.itemsize == 1:
+            message += "no forward pass would run, since torch multiplies no floats of 8 bits"
             fix = "pass adapter_dtype=torch.bfloat16, or another dtype that holds the values"
         else:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +122,8 @@ def _answer(base: BaseOnDisk) -> LoadCheck:
     if getattr(base.config, "quantization_config", None) is not None and not plain_all_the_same(base.opened):
         return LoadCheck("headers alone: a quantizer makes the modules during the load", findings)
     if base.built_as is None:
-        built_on_meta(base.auto_class, base.opened, "auto", {})  # what it raises without remote code, a load raises too
+        with contextlib.suppress(ImportError):  # of a package that another machine has
+            built_on_meta(base.auto_class, base.opened, "auto", {})  # what it raises here, a load raises too
         return LoadCheck("headers alone: its class cannot be built on meta", findings)
     return LoadCheck(f"{base.built_as} on meta", findings)
 

@@ -249,7 +249,12 @@ def _check_steps(
     # the kernels of quantized layers do not run on fake tensors, and neither do collectives
     if workload is not None and is_tensor_parallel(audited.model):
         skipped, workload = [NO_STEP], None
-    with with_stand_ins(audited.model), unsharded(audited.model):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(with_stand_ins(audited.model))
+        except TraceError as error:  # of quantized layers that have no stand-in
+            skipped, workload = [f"step: {error}"], None
+        stack.enter_context(unsharded(audited.model))
         if workload is not None:
             try:
                 for config in audited.adapter_configs.values():

@@ -197,7 +197,8 @@ def _origin(passed: dict[str, Any], made: Built, *, quantized: bool) -> Origin:
     def predict(workload: Workload, changes: Mapping[str, object]) -> MemoryForecast:
         return predict_memory(held(), workload, **{**passed, **changes})
 
-    flash = may_be_flash(made.model, made.workload.autocast)
+    spread: Spread | None = passed["spread"]
+    flash = may_be_flash(made.model, made.workload.autocast or (spread and spread.param_dtype))
     return Origin(predict, lambda: held() is not None, passed, model is not None, quantized, flash)
 
 

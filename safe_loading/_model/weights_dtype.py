@@ -126,7 +126,8 @@ def dtype_on_disk(folder: ModelFolder | None, variant: str | None = None) -> tor
     checkpoint = folder.inspect_checkpoint(variant=variant, kind="model")[0] if folder is not None else None
     if checkpoint is None:
         return None
-    if checkpoint.index is not None and (named := _floating(checkpoint.index.dtype)) is not None:
+    named = _floating(checkpoint.index.dtype) if checkpoint.index is not None else None
+    if named is not None and named.itemsize > 1:
         return named
     for header in checkpoint.headers.values():
         for _, info in sorted(header.tensors.items()):

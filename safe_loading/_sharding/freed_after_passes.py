@@ -27,6 +27,7 @@ class FreedAfterPasses:
         self._model: Any = model  # torch's stubs do not know that it is a unit
         self._calls = 0  # that are running, one inside the other
         self._in_method = False  # such as generate, whose passes are of the model as well
+        self._failed = False  # the last method, of whose pass units may be gathered still
         self._gathered: set[FSDPModule] | None = None  # the units that are left as they were; None frees nothing
 
     def begin(self, module: nn.Module, args: object) -> None:
@@ -47,9 +48,13 @@ class FreedAfterPasses:
     def _begin(self, *, without_gradients: bool, outermost: bool = False) -> None:
         if torch.compiler.is_compiling():
             return
+        interrupted = outermost and (self._failed or self._calls != 0)
+        self._failed = self._failed and not outermost
         self._calls = 1 if outermost else self._calls + 1
         if self._calls == 1:
-            self._gathered = _gathered_units(self._model) if without_gradients else None
+            # what an interrupted pass has left is freed with the rest
+            kept = set() if interrupted else _gathered_units(self._model)
+            self._gathered = kept if without_gradients else None
 
     def around(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return a method that makes one pass: each token of ``generate`` is a forward pass inside of it."""
@@ -72,11 +77,14 @@ class FreedAfterPasses:
 
     @contextlib.contextmanager
     def _pass(self, *, without_gradients: bool) -> Iterator[None]:
-        self._begin(without_gradients=without_gradients)
+        self._begin(without_gradients=without_gradients, outermost=not self._in_method)
         outside = self._calls, self._in_method
         self._in_method = True
         try:
             yield
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self._calls, self._in_method = outside
             self.end(self._model, (), None)

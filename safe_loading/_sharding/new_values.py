@@ -130,7 +130,7 @@ def adapted_models(model: nn.Module) -> dict[str, Any]:
         return found
     for path, module in model.named_modules():
         start = f"{name}." if (name := canonical(path)) else ""
-        if isinstance(module, peft.PeftModel) and not start.startswith(tuple(found)):
+        if isinstance(module, (peft.PeftModel, peft.PeftMixedModel)) and not start.startswith(tuple(found)):
             found[start] = module
     return found
 

@@ -45,7 +45,8 @@ def refuse_attributes_on_meta(model: nn.Module) -> None:
         raise ArgumentError(
             f"This {type(model).__name__} keeps tensors on meta in plain attributes, which nothing gives values. "
             f"Assign their values on every rank before the call; or make them buffers in the class, "
-            f"register_buffer(name, value, persistent=False), with a method reset_buffers() that fills them:",
+            f"register_buffer(name, value, persistent=False), with a method reset_buffers() that fills them. "
+            f"Modules belong in nn.ModuleList:",
             problems,
         )
 

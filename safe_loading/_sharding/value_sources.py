@@ -128,7 +128,8 @@ def _refuse_unread(setup: Setup, missing: Set[str]) -> None:
     if unread:
         raise CheckpointError(
             f"{setup.values.folder} is read for models of one kind. Others were made from it too, and init_new= would "
-            f"begin them anew. Give them their values on rank 0, with from_pretrained in place of meta_model:",
+            f"begin them anew. Give them their values on rank 0, with from_pretrained in place of meta_model. Those "
+            f"that are to begin anew are told by an empty name_or_path of the model:",
             unread,
         )
 
@@ -213,7 +214,8 @@ def agree_on_names(ranks: Ranks, root: int, root_values: RootValues, setup: Setu
     unsaved = {each.name: each for each in setup.tensors.buffers if sourced and not each.persistent}
     digest = hashlib.sha256()
     for each in unsaved.values():
-        digest.update(b"meta" if each.is_meta else as_buffer(each.tensor.cpu()))
+        strided = each.tensor.layout is torch.strided and not each.is_meta
+        digest.update(as_buffer(each.tensor.cpu()) if strided else str(each.tensor.layout).encode())
     payload = [bits, digest.hexdigest()]
     answers = ranks.exchange("learn what rank 0 gives", payload, timeout=setup.how.timeout)
     bits_of_root, digest_of_root = answers[ranks.index(root)]

@@ -20,7 +20,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/adapter_file.py": {
         "save the adapter again; dequantize": _MENDED,
         "take an earlier checkpoint": _MENDED,
-        "pass adapter_dtype=torch.bfloat16": f"{_ADVISED}test_factors_in_which_nothing_computes_are_cast",
+        "pass adapter_dtype=torch.bfloat16": f"{_ADVISED}test_factors_of_8_bits_are_cast",
         "pass another adapter_dtype=": f"{_ADVISED}test_values_that_a_dtype_does_not_hold_are_cast_to_another",
         "save it again with save_pretrained of the PeftModel": OUTSIDE,
         "train it again with a method": "memory/test_audit_users_models.py::test_a_method_that_adapts_no_layer",

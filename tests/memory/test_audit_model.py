@@ -434,9 +434,19 @@ def test_what_one_step_shows() -> None:
     model.__class__ = Detached
     assert codes(model, STEP)["SL121"].severity == "error"
     model.__class__ = Hoarder
-    found = codes(model, STEP)["SL122"]
-    KEPT.clear()
-    assert found.bytes >= 8 * 101 * 4
+    for step in (STEP, STEP.replace(gradient_accumulation_steps=2)):
+        found = codes(model, step)["SL122"]
+        KEPT.clear()
+        assert found.severity == "error"
+        assert found.bytes >= 8 * 101 * 4
+
+
+def test_layers_of_8_bits_that_keep_16_are_audited_without_a_step() -> None:
+    layer: Any = pytest.importorskip("bitsandbytes").nn.Linear8bitLt  # which keeps them by its default
+    model = base()
+    model.model.layers[0].self_attn.o_proj = layer(SIZES["hidden_size"], SIZES["hidden_size"], bias=False)
+    report = audit_model(model, STEP)
+    assert any("bitsandbytes keeps these weights in 16 bits" in reason for reason in report.skipped)
 
 
 def test_the_head_with_an_adapter() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, GPT2Config
 
 from safe_loading import Workload, predict_memory
+from safe_loading._core.engines import is_older
 from safe_loading._memory.trace.cuda_autocast import cuda_autocast
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.trace_step import trace_step
@@ -45,8 +46,6 @@ CALLS = {
         "x.tan()",
         "x.logsumexp(-1)",
         "torch.dist(x, x)",
-        "functional.rms_norm(x, (8,))",
-        "torch.nn.RMSNorm(8)(x)",
         "functional.cosine_similarity(x, x)",
         "functional.normalize(x, dim=-1)",
         "x.norm(dim=-1)",
@@ -69,6 +68,8 @@ CALLS = {
         "x * x",
     ],
 }
+# torch's autocast has it since 2.12
+CALLS["half" if is_older("torch", "2.12") else "float32"] += ["functional.rms_norm(x, (8,))", "torch.nn.RMSNorm(8)(x)"]
 BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 NAMES = {"functional": functional, "torch": torch}
 EACH = [(dtype, text) for dtype, texts in CALLS.items() for text in texts]

@@ -282,7 +282,17 @@ def _first(layer: Any) -> int:
     return 4 if layer.self_attn.layer_idx == 0 else 1
 
 
-@pytest.mark.parametrize("times", [_third, _listed, _between, _bound, _first], ids=lambda times: times.__name__)
+@property  # type: ignore[misc]  # as a class of a repository may have it
+def _property(layer: Any) -> Any:
+    number = layer.self_attn.layer_idx
+    return lambda: 4 if number in (3, 5) else 1
+
+
+@pytest.mark.parametrize(
+    "times",
+    [_third, _listed, _between, _bound, _first, _property],
+    ids=["third", "list", "bounds", "bound", "first", "property"],
+)
 def test_layers_whose_code_asks_for_their_number_stand_for_no_others(times: Any) -> None:
     class Layer(LlamaDecoderLayer):
         def forward(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -296,7 +306,7 @@ def test_layers_whose_code_asks_for_their_number_stand_for_no_others(times: Any)
     assert_equal(trace_step(model, STEP), trace_step(model, STEP, every_layer=True))
 
 
-@pytest.mark.parametrize("kind", ["partial", "closure", "numpy", "slots"])
+@pytest.mark.parametrize("kind", ["partial", "closure", "default", "numpy", "slots"])
 def test_what_a_layer_keeps_of_its_own_tells_it_from_others(kind: str) -> None:
     class Slots:
         __slots__ = ("times",)
@@ -315,6 +325,7 @@ def test_what_a_layer_keeps_of_its_own_tells_it_from_others(kind: str) -> None:
 
     def kept(times: int) -> Any:
         made = {"partial": functools.partial(_wide, times=times), "closure": lambda hidden: _wide(hidden, times)}
+        made["default"] = lambda hidden, times=times: _wide(hidden, times)
         return {**made, "numpy": np.int64(times), "slots": Slots(times)}[kind]
 
     model: Any = llama()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from safe_loading import ArgumentError, Workload, plan_device_map, predict_memory
+from safe_loading import TraceError, Workload, plan_device_map, predict_memory
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._model.formats.bitsandbytes import is_bitsandbytes_linear
 from safe_loading._model.formats.eight_bit import is_eight_bit
@@ -42,7 +42,7 @@ def test_a_layer_in_8_bits_that_keeps_16_is_refused() -> None:
         decoded_weight(model[0])
     for call in (plan_device_map, predict_memory):
         options: Any = {"max_memory": {0: "1GB"}} if call is plan_device_map else {"workload": Workload.weights_only()}
-        with pytest.raises(ArgumentError, match="or has_fp16_weights=False to a layer"):
+        with pytest.raises(TraceError, match="or has_fp16_weights=False to a layer"):
             call(model, **options)
 
 

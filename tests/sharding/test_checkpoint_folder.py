@@ -192,6 +192,10 @@ def test_a_model_of_the_folder_that_is_unlike_the_first_is_not_begun_anew(
         model = Compared(meta_model, critic=True)
     with pytest.raises(CheckpointError, match=r"critic \(LlamaModel\)"):
         wrap_fsdp_meta_safe(model, "base", init_new=ones)
+    with torch.device("meta"):
+        anew = Compared(meta_model, critic=True)
+    anew.critic.name_or_path = ""  # as the message says
+    wrap_fsdp_meta_safe(anew, "base", init_new=ones)
     given = LlamaModel.from_pretrained("base")
     model.critic = given
     wrapped: Any = wrap_fsdp_meta_safe(model, "base", init_new=ones)

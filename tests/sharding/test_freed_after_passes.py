@@ -89,9 +89,13 @@ def test_gradients_are_zeroed_after_an_evaluation() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("reshard", [None, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("after", [evaluated, generated])
 @pytest.mark.parametrize("interrupted", [evaluated, generated, step])
-def test_an_interrupted_pass_changes_nothing_of_the_next(interrupted: Callable[..., Any]) -> None:
-    model = wrap_fsdp_meta_safe(with_lora())
+def test_an_interrupted_pass_changes_nothing_of_the_next(
+    interrupted: Callable[..., Any], after: Callable[[Any], None], reshard: bool | None
+) -> None:
+    model = wrap_fsdp_meta_safe(with_lora(), reshard_after_forward=reshard)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -100,7 +104,7 @@ def test_an_interrupted_pass_changes_nothing_of_the_next(interrupted: Callable[.
     with pytest.raises(KeyboardInterrupt):
         interrupted(model, *([inputs("llama")] if interrupted is step else []))
     handle.remove()
-    evaluated(model)
+    after(model)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

@@ -54,7 +54,7 @@ def check_rounded_steps(audited: AuditedModel) -> Iterator[Finding]:
         total += parameter.numel()
         where += [name] if part > _SOME else []
     if still > total * _SOME:
-        rate = max(rates.values())
+        rate = max(rates[id(parameter)] for parameter in audited.model.parameters() if id(parameter) in rates)
         message = (
             f"{still / total:.0%} of the trained 16-bit weights do not change by a step of lr={rate:g}: it is less "
             f"than half the distance to the next number, and nothing keeps what is rounded away."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CellType
 
 import torch
@@ -248,13 +248,14 @@ def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
     known = _only_of_adapters(step.audited) | _caches(step.audited)
     survivors = _survivors(step.trace, known)
-    size = sum(allocation.bytes for allocation in survivors)
     severity: Severity = "error"
-    if survivors and (twice := step.in_two_passes()) is not None:
+    if survivors and (passes := step.in_passes()) is not None:
+        once, twice = passes
         # what the first pass keeps and the second one does not make again is a cache, such as a mask
         survivors = survivors if _survivors(twice, known, _second_pass(twice)) else []
-        grows = sum(allocation.bytes for allocation in _survivors(twice, known)) > size
-        severity = "error" if grows else "info"
+        if _bytes_of(_survivors(twice, known)) <= _bytes_of(_survivors(once, known)):
+            severity = "info"
+    size = _bytes_of(survivors)
     if survivors and (severity == "error" or size * _SMALL > step.peak_bytes):
         largest = max(survivors, key=lambda allocation: allocation.bytes)
         alive = counted(len(survivors), "tensor of the step is", "tensors of the step are")
@@ -265,6 +266,10 @@ def _check_survivors(step: TracedStep) -> Iterator[Finding]:
             "values on the CPU."
         )
         yield Finding("SL122", severity, largest.module or "the model", message, fix, size)
+
+
+def _bytes_of(allocations: Iterable[Allocation]) -> int:
+    return sum(allocation.bytes for allocation in allocations)
 
 
 def _survivors(trace: StepTrace, left_out: Collection[str], first: int = 0) -> list[Allocation]:

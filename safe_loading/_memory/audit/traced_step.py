@@ -134,14 +134,16 @@ class TracedStep:
             _trace(model, workload, inputs, seed)
         return record.reached
 
-    def in_two_passes(self) -> StepTrace | None:
-        """Return the trace of two micro-batches, one after the other; None if it cannot be made."""
-        twice = self.workload.replace(gradient_accumulation_steps=2)
+    def in_passes(self) -> tuple[StepTrace, StepTrace] | None:
+        """Return the traces of one micro-batch and of two, one after the other; None if they cannot be made."""
+        accumulated = self.workload.gradient_accumulation_steps > 1  # of which a trace runs two
+        other = self.workload.replace(gradient_accumulation_steps=1 if accumulated else 2)
         with mode_kept(self.audited):
             try:
-                return _trace(self.audited.outermost, twice, self.inputs)
+                made = _trace(self.audited.outermost, other, self.inputs)
             except TraceError:
                 return None
+        return (made, self.trace) if accumulated else (self.trace, made)
 
     def peak_when(self, change: Callable[[], None]) -> int | None:
         """Return the peak after a change of the model's configuration, which is undone; None if it cannot be traced."""

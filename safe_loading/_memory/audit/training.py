@@ -199,7 +199,9 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
             f"model's: memory is kept for nothing, and what came in the place is not trained."
         )
         fix = "make the optimizer after the model is wrapped, sharded, cast or given its adapter."
-        where = ", ".join(type(each).__name__ for each in optimizers)
+        gone = {id(p) for p in stale}
+        holders = [each for each in optimizers if any(id(p) in gone for g in each.param_groups for p in g["params"])]
+        where = ", ".join(type(each).__name__ for each in holders)
         yield Finding("SL118", "error", where, message, fix, size_of([*stale, *state]))
     if missing:
         message = f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change."

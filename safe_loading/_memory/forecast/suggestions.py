@@ -182,7 +182,7 @@ def _attention(now: object, *, flash: bool) -> list[_Change]:
 def _fewer_rows(workload: Workload) -> Iterator[_Change]:
     """Yield the parts into which a batch can be cut, largest first; in training with the steps that sum them up.
 
-    Pairs of preferences stay whole: those of a loss of pairs, and of DPO, whose step is any with a reference.
+    Pairs of preferences stay whole: those of a loss of pairs, and of DPO, which no step with a reference is told from.
     """
     paired = workload.pair_loss or (workload.reference and not workload.completion_length)
     whole = 2 if paired and workload.batch_size % 2 == 0 else 1

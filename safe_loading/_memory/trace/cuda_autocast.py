@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from safe_loading._core.engines import norms_in_float32
 from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._core.workload import Workload
 
@@ -23,7 +24,7 @@ from .cuda_scratch import CARD
 _HALF = (torch.float16, torch.bfloat16)
 _Call = Callable[..., object]
 
-_NORMS = ("layer_norm", "rms_norm", "group_norm", "softplus", "cosine_similarity", "pdist")
+_FUNCTIONAL = ("softplus", "cosine_similarity", "pdist")
 _POWERS = ("pow", "exp", "expm1", "log", "log1p", "log2", "log10", "logsumexp", "rsqrt", "reciprocal", "cumsum")
 _OTHERS = ("cumprod", "acos", "asin", "tan", "sinh", "cosh", "erfinv", "dist", "renorm")
 # These have an argument for the dtype of their output, which CUDA's autocast sets where the caller does not.
@@ -48,7 +49,7 @@ def cuda_autocast(workload: Workload) -> Iterator[None]:
 
 def _places() -> Iterator[tuple[Any, Sequence[str], Callable[[_Call], _Call]]]:
     """Yield the owners of functions that are replaced, their names, and the maker of each replacement."""
-    yield functional, _NORMS, _in_float32
+    yield functional, (*norms_in_float32(), *_FUNCTIONAL), _in_float32
     yield functional, ("softmax", "log_softmax"), _to_float32
     yield functional, ("scaled_dot_product_attention",), _in_16_bits
     yield functional, ("cross_entropy",), _cross_entropy

@@ -12,7 +12,6 @@ import ast
 import functools
 import inspect
 import itertools
-import textwrap
 import types
 from collections import defaultdict
 from collections.abc import Sequence
@@ -177,14 +176,17 @@ def _ask_their_numbers(layers: Sequence[torch.nn.Module]) -> bool:
         }
         classes |= {kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in _ENGINES}
     methods = (pair for kind in classes - {object} for pair in vars(kind).items() if pair[0] != "__init__")
-    return any(_asks(inspect.unwrap(each), names) for _, each in methods if isinstance(each, types.FunctionType))
+    functions = (getattr(each, "fget", getattr(each, "__func__", each)) for _, each in methods)
+    return any(_asks(each, frozenset(names)) for each in functions if isinstance(each, types.FunctionType))
 
 
-def _asks(function: Any, names: set[str]) -> bool:
-    """Whether a function tells numbers apart: by a remainder, by equality, by a list, or by two bounds."""
+@functools.lru_cache(maxsize=1024)
+def _asks(function: types.FunctionType, names: frozenset[str]) -> bool:
+    """Whether a function tells numbers apart: by a remainder, by equality, by ``in``, or by two bounds."""
     try:
-        nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
-    except (OSError, TypeError, SyntaxError):  # without its source what it does with the number is unknown
+        source = inspect.getsource(inspect.unwrap(function))
+        nodes = [*ast.walk(ast.parse(f"if True:\n{source}" if source[:1].isspace() else source))]
+    except Exception:  # without its source, or one that is no longer its own, what it does with the number is unknown
         return not names.isdisjoint(function.__code__.co_names)
     known: set[str] = set()
 
@@ -234,7 +236,7 @@ def _value(value: object, number: _Number, depth: int) -> object:
         return "its number" if value == number.itself else value
     if isinstance(value, str):
         return value.replace(number.in_names, "its number.")
-    if value is None or isinstance(value, (bool, bytes, type, Number, torch.dtype, torch.device)):
+    if value is None or isinstance(value, (bool, bytes, type, range, Number, torch.dtype, torch.device)):
         return value
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
@@ -256,8 +258,8 @@ def _value(value: object, number: _Number, depth: int) -> object:
     if isinstance(value, types.MethodType):
         return _value(value.__func__, number, depth)
     if isinstance(value, types.FunctionType):
-        cells = (_value(_content(cell), number, depth - 1) for cell in value.__closure__ or ())
-        return (value.__qualname__, *cells)
+        held = (*map(_content, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__)
+        return (value.__qualname__, *(_value(each, number, depth - 1) for each in held))
     if isinstance(value, torch.nn.Module):
         return type(value)
     kept = getattr(value, "__dict__", None)

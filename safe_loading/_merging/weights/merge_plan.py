@@ -80,7 +80,8 @@ def _used_elsewhere(model: torch.nn.Module, jobs: Iterable[LayerMerge]) -> list[
     ]
     return [
         f"{adapted}: the same module is at {f'{path}.{name}'.lstrip('.')} too, where no adapter is, and both would "
-        f"compute with the merged weight. Put a copy of it (copy.deepcopy) at one of them before peft adapts it."
+        f"compute with the merged weight. Put a copy of it (copy.deepcopy) at one of them before peft adapts it; "
+        f"one that never runs may be deleted."
         for path, name, adapted in places
     ]
 

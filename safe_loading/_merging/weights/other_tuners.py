@@ -119,7 +119,7 @@ def why_not_merged_right(layer: TunerModule, names: Collection[str]) -> str | No
             f"peft's OFT of a convolution with kernel_size={tuple(base.kernel_size)} turns the input in another order "
             f"than its merge turns the weight, so that the merged one computes something else. Keep the adapter"
         )
-    if pads_with_values(base) and not isinstance(layer, IA3Layer):
+    if pads_with_values(base) and not isinstance(layer, (IA3Layer, OFTConv2d)):  # which give their input to the base
         return (
             f"its convolution has padding_mode={base.padding_mode!r}, and peft's {type(layer).__name__} pads with "
             f"zeros, so no merged weight computes what the layer computes. Keep the adapter"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from safe_loading._core.report import Finding
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, SafeLoadingError, TraceError
 
 from .convertible import tied_weights_apart
 from .eight_bit import EIGHT_BIT_LAYER, bytes_of_eight_bit, decode_eight_bit_layer, eight_bit_class, is_eight_bit
@@ -148,7 +148,7 @@ def stand_in_of_bitsandbytes(module: nn.Module) -> StandIn | None:
 def _stand_in(linear: nn.Linear, config: BitsAndBytesConfig) -> StandIn:
     """Return the stand-in of a plain linear layer that bitsandbytes will quantize."""
     if not config.load_in_4bit:
-        _refuse_16_bits(config.llm_int8_has_fp16_weight)
+        _refuse_16_bits(config.llm_int8_has_fp16_weight, ArgumentError)
         return eight_bit_class()(linear, config.llm_int8_threshold)
     options = FourBitOptions(
         config.bnb_4bit_compute_dtype,
@@ -177,16 +177,16 @@ def _stand_in_of_layer(module: Any) -> StandIn:
         )
         made = four_bit_class()(linear, options)
     else:
-        _refuse_16_bits(module.state.has_fp16_weights)
+        _refuse_16_bits(module.state.has_fp16_weights, TraceError)
         made = eight_bit_class()(linear, module.state.threshold)
     made.bias = module.bias  # which may be trained, or tied
     made.transposed = getattr(module, "source_cls", None) is Conv1D
     return made.train(module.training)
 
 
-def _refuse_16_bits(kept: bool) -> None:
+def _refuse_16_bits(kept: bool, error: type[SafeLoadingError]) -> None:
     if kept:
-        raise ArgumentError(
+        raise error(
             "bitsandbytes keeps these weights in 16 bits and quantizes them anew in each pass, which is not counted. "
             "Pass llm_int8_has_fp16_weight=False to BitsAndBytesConfig, or has_fp16_weights=False to a layer."
         )

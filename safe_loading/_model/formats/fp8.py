@@ -202,7 +202,11 @@ def parts_of_blocks(tensors: Mapping[str, TensorInfo], options: Mapping[str, Any
     """Return the weights on disk that do not fill the blocks of their scales."""
     block = options.get("weight_block_size", _BLOCK)
     shapes = {name: (info.shape, tensors.get(f"{name}_scale_inv")) for name, info in tensors.items()}
-    return [name for name, (shape, scales) in shapes.items() if scales and any(_short(shape, scales.shape, block))]
+    return [
+        name
+        for name, (shape, scales) in shapes.items()
+        if scales and math.prod(scales.shape) > 1 and any(_short(shape, scales.shape, block))
+    ]
 
 
 def _missing(codes: torch.Tensor, scales: torch.Tensor, block: Any) -> tuple[int, ...]:
