@@ -69,7 +69,10 @@ CALLS = {
     ],
 }
 # torch's autocast has it since 2.12
-CALLS["half" if is_older("torch", "2.12") else "float32"] += ["functional.rms_norm(x, (8,))", "torch.nn.RMSNorm(8)(x)"]
+CALLS["half" if is_older("torch", "2.12") else "float32"] += [
+    "functional.rms_norm(x, (8,))",
+    "torch.nn.RMSNorm(8, elementwise_affine=False)(x)",
+]
 BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 NAMES = {"functional": functional, "torch": torch}
 EACH = [(dtype, text) for dtype, texts in CALLS.items() for text in texts]
