@@ -169,8 +169,9 @@ def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     tied = [
         (base, prefix, each)
         for base, prefix in bases_of(setup)
+        if getattr(base, "all_tied_weights_keys", None)
         for each in parameters_of(base)
-        if len(each.names) > 1 and each.is_meta and getattr(base, "all_tied_weights_keys", None)
+        if len(each.names) > 1 and each.is_meta
     ]
     if not tied:
         return []
@@ -179,12 +180,13 @@ def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
     made = []
     for base, prefix, each in tied:
         ties: Any = base.all_tied_weights_keys
+        rename = _without_adapters(base)
         for name, (module, attribute) in zip(each.names, each.places, strict=True):
             own = name_in_folder(prefix + name)
             # A copy that an adapter saves has the adapter's values, and is tied as the adapter ties it.
             if own is None or own not in apart or ".modules_to_save." in name:
                 continue
-            if (own := _without_adapters(base)(name)) in ties:
+            if (own := rename(name)) in ties:
                 made.append(nn.Parameter(torch.empty_like(each.tensor), each.tensor.requires_grad))
                 module._parameters[attribute] = made[-1]
                 del ties[own]
